@@ -22,7 +22,8 @@ from tdfunc._mixture import (
     widen,
 )
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError, as_count, check_choice
+from tdfunc.core.context import require_values
+from tdfunc.core.errors import LeafMismatchError, as_count, check_choice, error
 from tdfunc.core.surface import surface
 
 if TYPE_CHECKING:
@@ -303,6 +304,7 @@ def auroc(score: Numbers, positive: Numbers) -> Tensor:
 
     Raises:
         LeafMismatchError: The shapes do not fit, or `positive` is not of bools or integers.
+        ValueError: An integer of `positive` is neither 0 nor 1.
 
     Source:
         Mann and Whitney (1947).
@@ -312,6 +314,7 @@ def auroc(score: Numbers, positive: Numbers) -> Tensor:
         tensor(0.7500)
     """
     score, positive = _pairs("auroc", score, positive, bools=True)
+    require_values((positive == 0) | (positive == 1), _other_labels)
     ordered = score.sort(-1).values.contiguous()
     below = torch.searchsorted(ordered, score.contiguous(), right=False)
     upto = torch.searchsorted(ordered, score.contiguous(), right=True)
@@ -408,6 +411,11 @@ def _expected(p: Tensor, x: Tensor) -> Tensor:
 
 def _tree(data: dict[str, Tensor], size: torch.Size) -> Any:
     return TensorCollection._open._make(data, torch.Size(size))
+
+
+def _other_labels() -> ValueError:
+    hint = "positive=labels == 1, with the label of the positive examples."
+    return error(ValueError, "auroc: integers in positive must be 0 or 1.", hint=hint)
 
 
 def _pairs(call: str, score: Numbers, other: Numbers, *, bools: bool) -> tuple[Tensor, Tensor]:

@@ -86,6 +86,7 @@ COUNTS = {
     "muon": lambda n, _: train(optim.muon(0.1, ns_steps=n), params=MATRIX),
     "topk_rewards: group_size": lambda n, _: choose_rows(group_size=n, k=1),
     "topk_rewards: k": lambda n, _: choose_rows(group_size=4, k=n),
+    "Batcher": lambda n, _: llm.Batcher(list, min_batch_size=n, max_batch_size=n)._options[:2],
     "keep_last": lambda n, folder: steps(folder, keep_last=n),
     "keep_best": lambda n, folder: steps(folder, keep_best=n),
     "save": lambda n, folder: saved_step(folder, n),

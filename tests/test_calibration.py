@@ -246,6 +246,8 @@ MESSAGES = [
     (lambda: metrics.aurc(0.5, 1.0), tdf.LeafMismatchError, r"risk_coverage.*\[\].*\[\]"),
     (lambda: metrics.aurc(torch.zeros(2, 0), torch.ones(0)), tdf.LeafMismatchError, r"risk_coverage.*\[2, 0\].*\[0\]"),
     (lambda: metrics.auroc(torch.zeros(3), torch.ones(3)), tdf.LeafMismatchError, "auroc.*bools.*float32"),
+    (lambda: metrics.auroc(torch.zeros(3), torch.tensor([-1, 1, 1])), ValueError, "auroc.*must be 0 or 1"),
+    (lambda: metrics.auroc(torch.zeros(3), [1, 2, 1]), ValueError, "auroc.*must be 0 or 1"),
     (lambda: cal.regression_scores(torch.zeros(2, 3), torch.zeros(2)), tdf.LeafMismatchError,
      r"regression_scores.*\[3\], for \[2, 3\].*\[2\]"),
     (lambda: cal.ensemble_logits(torch.zeros(3).long()), tdf.LeafMismatchError, "ensemble_logits.*int64"),

@@ -234,7 +234,7 @@ class ReduceOnPlateau:
 
     Raises:
         TypeError: `patience` or `cooldown` is not a whole number.
-        ValueError: `factor` is not between 0 and 1, `mode` is another one, or a count is negative.
+        ValueError: `factor` or `min_scale` is not between 0 and 1, `mode` is another one, or a count is negative.
 
     Source:
         `torch.optim.lr_scheduler.ReduceLROnPlateau`, with `threshold_mode="rel"`; below zero its margin
@@ -263,6 +263,9 @@ class ReduceOnPlateau:
             raise error(ValueError, "ReduceOnPlateau: factor must be between 0 and 1.", got=factor)
         check_finite("ReduceOnPlateau: threshold", threshold)
         check_choice("ReduceOnPlateau: mode", mode, ("min", "max"))
+        # A reduction to a larger scale would be a rise.
+        if not 0.0 <= min_scale <= 1.0:
+            raise error(ValueError, "ReduceOnPlateau: min_scale must be between 0 and 1.", got=min_scale)
         self.factor = factor
         self.patience: int = as_count("ReduceOnPlateau: patience", patience, 0)
         self.threshold = threshold

@@ -72,6 +72,16 @@ _PACKED = (
     "{stem}{base}_g_idx",
     "{stem}input_global_scale",
 )
+# The rest of a weight, in a product of two matrices, and the factors of its columns.
+_LOW_RANK = (
+    "{stem}wzeros",
+    "{stem}wcscales",
+    "{stem}wtscale",
+    "{stem}smooth_factor",
+    "{stem}smooth_factor_orig",
+    "{stem}proj_down",
+    "{stem}proj_up",
+)
 _RULES = (
     # bitsandbytes, whose packed codes may have any dtype.
     Rule("bitsandbytes", None, r"[^.]+", ("{stem}{key}.absmax",), ("{stem}{key}.",)),
@@ -106,9 +116,34 @@ _RULES = (
         _INTEGERS,
         "weight",
         ("{stem}SCB", "{stem}scale_weight", "{stem}scales", "{stem}scale"),
-        (*_INPUTS, "{stem}weight_format", "{stem}biases", "{stem}zero_point", "{stem}zeros"),
+        (
+            *_INPUTS,
+            "{stem}weight_format",
+            "{stem}biases",
+            "{stem}zero_point",
+            "{stem}zeros",
+            "{stem}tables",
+            "{stem}tables2",
+        ),
     ),
+    Rule("integer", _INTEGERS, r"(.+)_(?:u?int[48]|q|quantized)", ("{stem}{base}_scale", "{stem}{base}_scales")),
     Rule("GPTQ or AWQ", _INTEGERS, "qweight", ("{stem}scales",), ("{stem}qzeros", "{stem}g_idx")),
+    Rule("EETQ", _INTEGERS, "qweight", ("{stem}weight_scales",)),
+    Rule("Nunchaku", _INTEGERS, "qweight", ("{stem}wscales",), _LOW_RANK),
+    Rule(
+        "VPTQ",
+        _INTEGERS,
+        "indices",
+        ("{stem}centroids.weight",),
+        (
+            "{stem}res_centroids.weight",
+            "{stem}outlier_centroids.weight",
+            "{stem}outlier_indices",
+            "{stem}weight_scale",
+            "{stem}weight_bias",
+            "{stem}perm",
+        ),
+    ),
     Rule("compressed-tensors", _INTEGERS, r"(.+)_packed", ("{stem}{base}_scale",), _PACKED),
     Rule("MXFP4", _INTEGERS, r"(.+)_blocks", ("{stem}{base}_scales",)),
     Rule("torchao", _CODES, r"_(.+)_qdata", ("{stem}_{base}_scale",), ("{stem}_{base}_zero_point",)),
@@ -116,6 +151,10 @@ _RULES = (
     Rule("HQQ", _INTEGERS, "W_q", ("{stem}scale",), ("{stem}zero",)),
     Rule("EXL2", _INTEGERS, "q_weight", ("{stem}q_scale",), ("{stem}q_scale_max", "{stem}q_groups")),
     Rule("AQLM", _INTEGERS, "codes", ("{stem}codebooks",), ("{stem}scales",)),
+)
+# The key of a scale that no rule names; a scale of inputs, outputs, caches or of the layer itself is excluded.
+_UNNAMED = re.compile(
+    r"(?!(input|output|act|activation|logit|layer|q|k|v|kv)_?scale)(?!scale_(input|output|act))[^.]*(scale|absmax)[^.]*"
 )
 _ABSMAX = ".absmax"
 # ComfyUI's mark of a file with scales.
@@ -148,6 +187,7 @@ def find_scaled(specs: Specs) -> list[Scaled]:
         one = _find_codes(name, specs)
         if one is not None:
             found.append(one)
+    found += _find_unnamed(specs, found)
     # The scale of a scale (NVFP4) is a part of the whole, and not a leaf of codes.
     parts = {name for one in found for name in one.companions}
     return [one for one in found if one.name not in parts]
@@ -163,6 +203,27 @@ def _find_codes(name: str, specs: Specs) -> Scaled | None:
             if one is not None:
                 return one
     return None
+
+
+def _find_unnamed(specs: Specs, found: Sequence[Scaled]) -> list[Scaled]:
+    """Return FP8 leaves beside a scale whose name is of no rule: the program that wrote them is not known."""
+    if _FP8.isdisjoint([dtype for dtype, _ in specs.values()]):
+        return []
+    taken = {name for one in found for name in (one.name, *one.companions)}
+    scales: dict[str, list[str]] = {}
+    for name, (dtype, _) in specs.items():
+        stem, key = _split(name)
+        is_wide = dtype.is_floating_point and dtype not in _CODES
+        if is_wide and name not in taken and _UNNAMED.fullmatch(key):
+            scales.setdefault(stem, []).append(name)
+    unnamed: list[Scaled] = []
+    for name, (dtype, shape) in specs.items():
+        if dtype not in _FP8 or name in taken:
+            continue
+        beside = [scale for scale in scales.get(_split(name)[0], ()) if math.prod(specs[scale][1]) < math.prod(shape)]
+        if beside:
+            unnamed.append(Scaled(name, "FP8 with another scale", dtype, beside[0], tuple(beside), None))
+    return unnamed
 
 
 def may_have_codes(dtypes: Iterable[torch.dtype], names: Iterable[str]) -> bool:

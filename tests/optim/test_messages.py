@@ -78,6 +78,8 @@ MESSAGES = [
     (lambda: optim.schedules.join_schedules([optim.schedules.constant(1.0)] * 3, [6, 3]), ValueError, "must ascend",
      "[6, 3]"),
     (lambda: optim.schedules.ReduceOnPlateau(1.0), ValueError, "factor must be between 0 and 1", "1.0"),
+    (lambda: optim.schedules.ReduceOnPlateau(min_scale=5.0), ValueError, "min_scale must be between 0 and 1", "5.0"),
+    (lambda: optim.schedules.ReduceOnPlateau(min_scale=float("nan")), ValueError, "min_scale must be between", "nan"),
     # Leaves, gradients and state.
     (lambda: optim.adam().init({"w": RATES}), TypeError, "TensorDict", "dict"),
     (lambda: optim.masked(optim.sgd(), "a*").init({"a": RATES}), TypeError, "masked: params must be a tree", "dict"),

@@ -146,4 +146,29 @@ OTHERS = {
     "FP8 with a scale below the weight": (WEIGHT, integers(WEIGHT, E4M3, (4, 6), **{"q.weight.scale": ((), F32)})),
     "FP8 with the largest value": (WEIGHT, integers(WEIGHT, E4M3, (4, 6), **{"q.weight_amax": ((), F32)})),
     "FP8 with scales of MLX": (WEIGHT, integers(WEIGHT, E4M3, (4, 6), **{"q.scales": ((4, 1), F32)})),
+    "FP8 with a scale of another name": (
+        "q.qweight",
+        integers("q.qweight", E4M3, (4, 6), **{"q.quant_scale_value": ((4, 1), F32)}),
+    ),
+    "EETQ": ("q.qweight", integers("q.qweight", torch.int8, (4, 6), **{"q.weight_scales": ((6,), HALF)})),
+    "Nunchaku": (
+        "q.qweight",
+        integers(
+            "q.qweight",
+            torch.int8,
+            (4, 6),
+            **{
+                "q.wscales": ((1, 4), HALF),
+                "q.smooth_factor": ((6,), HALF),
+                "q.proj_down": ((6, 2), HALF),
+                "q.proj_up": ((4, 2), HALF),
+            },
+        ),
+    ),
+    "VPTQ": ("q.indices", integers("q.indices", INT, (4, 6), **{"q.centroids.weight": ((4, 2), HALF)})),
+    "HIGGS": (
+        WEIGHT,
+        integers(WEIGHT, torch.int16, (4, 6), **{"q.scales": ((4,), HALF), "q.tables": ((4, 2), HALF)}),
+    ),
+    "int8 by its name": ("q.weight_int8", integers("q.weight_int8", torch.int8, (4, 6), **{SCALE: ((4, 1), F32)})),
 }

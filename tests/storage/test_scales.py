@@ -338,3 +338,14 @@ def test_equal_codes_are_kept_by_a_merge():
 
     assert tdf.tree_equal(merged["q"], tree["q"])
     assert merged["norm", "weight"].eq(0).all()
+
+
+@pytest.mark.parametrize("beside", ["q.input_scale", "q.k_scale", "q.logit_scale", "q.layer_scale", "other.scale"])
+def test_numbers_in_fp8_have_no_scale(beside, tmp_path):
+    """A model that was only cast is cast back; a scale of inputs, or of another module, is not of its weights."""
+    codes = torch.tensor([[0.5, -2.0], [448.0, 0.0]])
+    state = {"q.weight": codes.to(torch.float8_e4m3fn), beside: torch.tensor([0.5])}
+
+    tree = flat(tdf.load(write(state, tmp_path), dtype=torch.float32))
+
+    assert torch.equal(tree["q.weight"], codes)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import islice
+from operator import index
 from typing import Any, final
 
 import numpy as np
@@ -108,6 +109,7 @@ class TokenDataset:
 
         Raises:
             ValueError: An option has an invalid value, or truncation leaves nothing to train on in a row.
+            TypeError: A row is not a number: a mask has bools.
             IndexError: A row does not exist.
         """
         layout = Layout(padding, truncation, max_length, padding_side, truncation_side)
@@ -177,9 +179,11 @@ class TokenDataset:
             **options: The options of `batch`. With `untrained="drop"` all batches are full but the last one.
 
         Raises:
-            ValueError: `batch_size` is not positive, or truncation leaves nothing to train on in a row.
+            ValueError: `batch_size` is not positive, `start` is negative, or truncation leaves nothing to train on in a
+                row.
         """
         batch_size = as_count("batches: batch_size", batch_size)
+        start = as_count("batches: start", start, 0)
         rows = torch.tensor(self._trained_rows(options), dtype=torch.int64)
         n = len(rows)
         if key is not None:
@@ -200,16 +204,32 @@ class TokenDataset:
 
     def _places(self, rows: "Tensor | Sequence[int]") -> list[int]:
         n = len(self)
-        numbers: list[int] = rows.tolist() if isinstance(rows, Tensor) else list(rows)
-        for row in numbers:
+        given: list[Any] = rows.tolist() if isinstance(rows, Tensor) else list(rows)
+        places: list[int] = []
+        for number in given:
+            row = _row_number(number)
             if not -n <= row < n:
                 raise error(IndexError, "The row must exist.", expected=f"one of {n} rows", got=str(row))
-        return [row % n for row in numbers]
+            places.append(row % n)
+        return places
 
     def _by_column(self, fn: Any, size: Sequence[int] = ()) -> Any:
         if self.name is not None:
             return fn(self.columns[self.name])
         return TensorDict({name: fn(column) for name, column in self.columns.items()}, size)
+
+
+# Any: the value is what the caller passed.
+def _row_number(number: Any) -> int:
+    """Return the number of a row; a bool of a mask would be row 0 or 1, and is an error."""
+    if isinstance(number, (bool, np.bool_)):
+        raise error(
+            TypeError,
+            "A row must be a number and not a bool.",
+            got=str(number),
+            hint="mask.nonzero().flatten() has them.",
+        )
+    return index(number)
 
 
 def _row_at(column: TensorDict, at: int) -> EncodedRow:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tdfunc.core.errors import as_count, brief, check_choice, error
+from tdfunc.core.errors import as_count, as_number, brief, check_choice, error
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -19,7 +19,8 @@ _LEGACY = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
 _IDS = ("stop_token_ids", "eos_token_ids")
 # The options that remove tokens.
 _CUTS = ("top_k", "top_p", "min_p")
-_SWITCHES = ("do_sample", "logprobs", "skip_special_tokens")
+_SWITCHES = ("logprobs", "skip_special_tokens")
+_NUMBERS = ("top_p", "min_p", "repetition_penalty", "length_penalty")
 # The least value of each.
 _COUNTS = {"max_new_tokens": 0, "min_new_tokens": 0, "num_return_sequences": 1, "num_beams": 1, "top_k": 1}
 # The values at which options remove no tokens.
@@ -38,7 +39,7 @@ _IGNORED = frozenset(
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """The options of generation; made by `GenerationOptions.parse`, which checks them.
+    """The options of generation, checked; `GenerationOptions.parse` also takes the names of other programs.
 
     Attributes:
         max_new_tokens: The maximum number of tokens of a response; None if it was not given.
@@ -57,6 +58,10 @@ class GenerationOptions:
         eos_token_ids: The tokens that end a response in place of the model's own, or None for the model's.
         skip_special_tokens: Decode the texts of responses without special tokens.
         logprobs: Compute the log-probs of the responses.
+
+    Raises:
+        TypeError: An option is of another type.
+        ValueError: An option is out of range, or two options contradict each other.
     """
 
     max_new_tokens: int | None = None
@@ -75,6 +80,13 @@ class GenerationOptions:
     eos_token_ids: tuple[int, ...] | None = None
     skip_special_tokens: bool = False
     logprobs: bool = True
+
+    def __post_init__(self) -> None:
+        """Keep plain values, which engines and servers read, and check them."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in _plain(given).items():
+            object.__setattr__(self, name, value)
+        self._check()
 
     @property
     def samples(self) -> bool:
@@ -136,9 +148,8 @@ class GenerationOptions:
                 expected=num_samples,
                 got=given["num_return_sequences"],
             )
-        options = cls(**_converted(given))
-        options._check()
-        return options
+        temperature = _temperature(given.pop("do_sample", None), given.pop("temperature", None))
+        return cls(**given, temperature=temperature)
 
     def _check(self) -> None:
         """Raise for options out of range, and for those that contradict each other."""
@@ -227,24 +238,27 @@ def _given(kwargs: "Mapping[str, Any] | GenerationConfig | None") -> dict[str, A
 
 
 # Any: the values are what the caller passed.
-def _converted(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of options in the types of `GenerationOptions`, with `do_sample` as a temperature."""
+def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all options in the types of `GenerationOptions`."""
+    options = dict(given)
     for name in _SWITCHES:
         # A text of a configuration is true, also "false".
-        check_choice(f"generate: {name}", given.get(name, False), (True, False))
-    options = dict(given)
-    options["temperature"] = _temperature(options.pop("do_sample", None), options.get("temperature"))
-    if "stop_sequences" in options:
-        options["stop_sequences"] = _texts(options["stop_sequences"])
+        check_choice(f"generate: {name}", options[name], (True, False))
+        options[name] = bool(options[name])
+    options["temperature"] = _temperature(None, options["temperature"])
+    options["stop_sequences"] = _texts(options["stop_sequences"])
     for name in _IDS:
-        if name in options:
+        if options[name] is not None:
             options[name] = _ids(name, options[name])
     for name, least in _COUNTS.items():
-        if name in options:
+        if options[name] is not None:
             options[name] = as_count(f"generate: {name}", options[name], least)
+    for name in _NUMBERS:
+        if options[name] is not None:
+            options[name] = as_number(f"generate: {name}", options[name])
     for name, off in _OFF.items():
-        if options.get(name) == off:
-            del options[name]
+        if options[name] == off:
+            options[name] = None
     return options
 
 
@@ -278,6 +292,8 @@ def _temperature(do_sample: bool | None, temperature: float | None) -> float:
         raise error(ValueError, "generate: temperature must be finite and at least 0.", got=temperature)
     if do_sample is None:
         return float(temperature or 0.0)
+    # A text of a configuration is true, also "false".
+    check_choice("generate: do_sample", do_sample, (True, False))
     if not do_sample:
         if temperature:
             got = f"temperature={temperature}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from tdfunc.core.errors import ConcurrencyError, error
+from tdfunc.core.errors import ConcurrencyError, as_count, error
 
 # How long the end of a program waits for the batch that runs, in seconds.
 _LAST_BATCH_S = 10.0
@@ -61,8 +61,10 @@ class Batcher(Generic[Q, R]):
         max_batch_size: int | None = None,
         timeout_s: float = 10.0,
     ) -> None:
-        is_in_order = max_batch_size is None or min_batch_size <= max_batch_size
-        if not min_batch_size >= 1 or not is_in_order:
+        min_batch_size = as_count("Batcher: min_batch_size", min_batch_size)
+        if max_batch_size is not None:
+            max_batch_size = as_count("Batcher: max_batch_size", max_batch_size)
+        if max_batch_size is not None and min_batch_size > max_batch_size:
             raise error(
                 ValueError,
                 "Batcher: the sizes must be in order.",

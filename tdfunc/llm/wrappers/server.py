@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from importlib.util import find_spec
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tdfunc.core.errors import RemoteError, UnsupportedError
+from tdfunc.core.errors import RemoteError, UnsupportedError, as_count, as_number, error
 
 if TYPE_CHECKING:
     import httpx2
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
+# The least value of each.
+_COUNTS = {"max_retries": 0, "max_concurrency": 1}
 # The longest time between two attempts, in seconds.
 _LONGEST_WAIT_S = 60.0
 # The largest answer: more than a prompt of a million tokens with its log-probs.
@@ -36,7 +39,12 @@ _FORM_ERRORS = (LookupError, AttributeError, TypeError, ValueError, ArithmeticEr
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The options of a connection; `RemoteWrapper` describes them."""
+    """The options of a connection; `RemoteWrapper` describes them.
+
+    Raises:
+        TypeError: A count or a time is not a number.
+        ValueError: A count or a time is out of range: without connections a request would wait for ever.
+    """
 
     base_url: str
     api_key: str | None
@@ -44,6 +52,20 @@ class ServerOptions:
     max_retries: int
     backoff_s: float
     max_concurrency: int
+
+    def __post_init__(self) -> None:
+        """Check the counts and times, and keep plain counts."""
+        for name, least in _COUNTS.items():
+            object.__setattr__(self, name, as_count(f"RemoteWrapper: {name}", getattr(self, name), least))
+        if not isinstance(self.timeout_s, Real) or not self.timeout_s > 0:
+            raise error(
+                ValueError,
+                "RemoteWrapper: timeout_s must be above 0 seconds.",
+                got=repr(self.timeout_s),
+                hint="math.inf waits without a limit.",
+            )
+        if as_number("RemoteWrapper: backoff_s", self.backoff_s) < 0:
+            raise error(ValueError, "RemoteWrapper: backoff_s must be 0 or more seconds.", got=self.backoff_s)
 
     def __repr__(self) -> str:
         return f"ServerOptions({self.base_url!r})"

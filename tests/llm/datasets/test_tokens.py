@@ -307,3 +307,21 @@ def test_a_mark_at_the_start_of_a_file_is_no_text(suffix, lines, tmp_path):
     (path := tmp_path / f"a{suffix}").write_text(lines, encoding="utf-8-sig")
 
     assert [record["text"] for record in read_records(path)] == ["fox", "dog"]
+
+
+@pytest.mark.parametrize("mask", [torch.tensor([False, True, True]), [False, True, True]], ids=["tensor", "list"])
+def test_a_mask_does_not_number_rows(mask):
+    """Its bools would be rows 0 and 1."""
+    data = load_tokens(TOKENIZER, ["a", "b", "c"])
+
+    with pytest.raises(TypeError, match="not a bool"):
+        data.batch(mask)
+
+
+@pytest.mark.parametrize(("start", "kind"), [(-1, ValueError), (0.5, TypeError)])
+def test_the_first_batch_is_a_count(start, kind):
+    """-1 would be the last rows alone."""
+    data = load_tokens(TOKENIZER, ["a", "b", "c"])
+
+    with pytest.raises(kind, match="batches: start"):
+        data.batches(1, start=start)

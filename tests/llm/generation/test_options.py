@@ -128,3 +128,51 @@ def test_num_samples_is_num_return_sequences():
         GenerationOptions.parse(kwargs, num_samples=2)
     with pytest.raises(ValueError, match="several responses"):
         GenerationOptions.parse({}, num_samples=2)
+
+
+# By another way than `parse`: an attribute of the class, and an example of what it must refuse or convert.
+OUT_OF_RANGE = [
+    {"temperature": -1.0},
+    {"temperature": float("nan")},
+    {"temperature": float("inf")},
+    {"temperature": 1.0, "top_p": 90},
+    {"temperature": 1.0, "top_k": 0},
+    {"top_k": 5},
+    {"repetition_penalty": 0.0},
+    {"repetition_penalty": float("nan")},
+    {"num_beams": 0},
+    {"num_beams": 2, "num_return_sequences": 3},
+    {"num_beams": 2, "length_penalty": float("nan")},
+    {"num_beams": 2, "early_stopping": "Never"},
+    {"min_new_tokens": -1},
+]
+CONVERTED = [
+    ({"stop_sequences": "abc"}, ("stop_sequences", ("abc",))),
+    ({"stop_token_ids": {5}}, ("stop_token_ids", (5,))),
+    ({"eos_token_ids": torch.tensor([5])}, ("eos_token_ids", (5,))),
+    ({"max_new_tokens": np.int64(3)}, ("max_new_tokens", 3)),
+    ({"temperature": 1.0, "top_p": 1}, ("top_p", None)),
+]
+
+
+@pytest.mark.parametrize("options", OUT_OF_RANGE, ids=str)
+def test_the_class_checks_its_options(options):
+    """`generate(options=)` takes it, and a negative temperature would be greedy."""
+    with pytest.raises(ValueError, match="generate: "):
+        GenerationOptions(**options)
+
+
+@pytest.mark.parametrize(("options", "expected"), CONVERTED, ids=str)
+def test_the_class_has_the_values_of_parse(options, expected):
+    """One text is one stop sequence, and not its characters."""
+    name, value = expected
+
+    assert getattr(GenerationOptions(**options), name) == value
+
+
+@pytest.mark.parametrize("name", ["top_p", "min_p", "repetition_penalty", "length_penalty"])
+def test_a_number_is_kept_as_a_plain_one(name):
+    """Servers read JSON."""
+    options = {"num_beams": 2} if name == "length_penalty" else {"do_sample": True}
+
+    assert type(getattr(GenerationOptions.parse(options | {name: np.float32(0.5)}), name)) is float

@@ -181,7 +181,7 @@ DATA = [
 ]
 
 BATCHING = [
-    (lambda: Batcher(list, min_batch_size=0), ValueError, "1 <= min_batch_size <= max.*got: +min_batch_size 0"),
+    (lambda: Batcher(list, min_batch_size=0), ValueError, "min_batch_size must be at least 1.*got: +0"),
     (lambda: Batcher(list, min_batch_size=4, max_batch_size=2), ValueError, "sizes must be in order.*max_batch_size 2"),
     (lambda: Batcher(list, timeout_s=-1.0), ValueError, "timeout_s must be 0 or more seconds.*-1.0"),
     (lambda: Batcher(list, timeout_s=float("nan")), ValueError, "timeout_s.*nan"),

@@ -661,3 +661,26 @@ def test_refused_pushes_to_a_server(pushing, serve, tmp_path):
     with pytest.raises(UnsupportedError, match="endpoints for weights(?s:.*)VLLM_SERVER_DEV_MODE=1"):
         wrapper.push(params, lm=lm, buffers=buffers, version=1, folder=tmp_path)
     check(wrapper.generate_tokens(PROMPTS, parse()))
+
+
+CONNECTIONS = [
+    ({"max_concurrency": 0}, ValueError),
+    ({"max_concurrency": -1}, ValueError),
+    ({"max_concurrency": 1.5}, TypeError),
+    ({"max_retries": -1}, ValueError),
+    ({"timeout_s": 0}, ValueError),
+    ({"timeout_s": float("nan")}, ValueError),
+    ({"timeout_s": None}, ValueError),
+    ({"backoff_s": -1.0}, ValueError),
+    ({"backoff_s": float("nan")}, ValueError),
+]
+
+
+@pytest.mark.parametrize(("options", "kind"), CONNECTIONS, ids=str)
+def test_an_option_out_of_range_is_found_before_a_request(serve, options, kind):
+    """Without connections a request would wait for ever, and another time would be an answer of a wrong form."""
+    service = serve()
+    (name,) = options
+
+    with pytest.raises(kind, match=f"RemoteWrapper: {name}"):
+        connect(service, **options)
