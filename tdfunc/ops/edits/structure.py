@@ -1,6 +1,7 @@
 """Structure: selecting, flattening and renaming entries, splitting by filters; batch size and names as metadata."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -176,6 +177,17 @@ def _nest(entries: Iterable[_Placed], like: TensorCollection, at: Path) -> Any:
     return made
 
 
+# A function of the module: dynamo does not trace the annotations of one inside.
+def _moved_path(source: Path, target: Path, path: Path) -> Path | None:
+    """Return a path after a rename; None for a path below the target, whose leaf is overwritten."""
+    n = len(source)
+    if path[:n] == source:
+        return target + path[n:]
+    if path[: len(target)] == target:
+        return None
+    return path
+
+
 @per_tree()
 def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
     """Move an entry to another path, keeping its place among its siblings when the parent stays the same."""
@@ -190,17 +202,7 @@ def rename_key(tree: T, old: NestedKey, new: NestedKey, safe: bool) -> T:
             got=f"{dotted(source)!r}",
             hint="delete it first, or pass safe=False.",
         )
-    n = len(source)
-
-    def renamed(path: Path) -> Path | None:
-        if path[:n] == source:
-            return target + path[n:]
-        # The leaf at the target is overwritten, and leaves its groups.
-        if path[: len(target)] == target:
-            return None
-        return path
-
-    ties = remap(tree._ties, renamed)
+    ties = remap(tree._ties, partial(_moved_path, source, target))
     bare = _drop_ties(tree)
     if source[:-1] == target[:-1]:
         moved = _rename_here(bare, source, target[-1])
