@@ -138,7 +138,7 @@ OF_KINDS = (
     Accepted(
         ONE_SHAPE,
         is_ragged,
-        only_ours_raises("does not fit the batch", "mask must have", "is broadcast against"),
+        only_ours_raises("does not fit the batch", "mask does not have", "is broadcast against"),
         rare=("kinds", 100, 214),
     ),
     Accepted(

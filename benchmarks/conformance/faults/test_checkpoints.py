@@ -96,7 +96,7 @@ def test_room_for_more_than_the_disk(tmp_path):
     tree = TensorDict({"x": torch.zeros(1)}).expand(*huge)
 
     assert made["x"].shape == (*huge, 1)
-    with pytest.raises(OSError, match="(?s)must have the free space.*sparse_ok=True"):
+    with pytest.raises(OSError, match="(?s)does not have the free space.*sparse_ok=True"):
         tree.memmap_like(tmp_path / "ours")
 
 
