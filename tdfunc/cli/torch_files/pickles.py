@@ -91,7 +91,7 @@ class NumpyArray(Unknown):
         if isinstance(dtype, _Dtype):
             found = dtype.find()
         if found is None or not isinstance(raw, bytes) or math.prod(shape) * found.itemsize != len(raw):
-            self.parts = (raw,)
+            self.parts: Sequence[Any] = (raw,)
             return
         flat = np.frombuffer(bytearray(raw), found)
         self.array = flat.reshape(shape, order="F" if is_fortran else "C")
