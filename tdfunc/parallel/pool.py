@@ -127,6 +127,7 @@ def _is_copied(err: Exception) -> bool:
     """Return whether pickle can copy an error."""
     try:
         return pickle.loads(pickle.dumps(err)) is not None
+    # The pickling of a class of errors may raise anything.
     except Exception:
         return False
 

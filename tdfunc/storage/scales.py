@@ -209,13 +209,10 @@ def _find_unnamed(specs: Specs, found: Sequence[Scaled]) -> list[Scaled]:
     """Return FP8 leaves beside a scale whose name is of no rule: the program that wrote them is not known."""
     if _FP8.isdisjoint([dtype for dtype, _ in specs.values()]):
         return []
-    taken = {name for one in found for name in (one.name, *one.companions)}
-    scales: dict[str, list[str]] = {}
-    for name, (dtype, _) in specs.items():
-        stem, key = _split(name)
-        is_wide = dtype.is_floating_point and dtype not in _CODES
-        if is_wide and name not in taken and _UNNAMED.fullmatch(key):
-            scales.setdefault(stem, []).append(name)
+    taken: set[str] = set()
+    for one in found:
+        taken.update((one.name, *one.companions))
+    scales = _group_scales(specs, taken)
     unnamed: list[Scaled] = []
     for name, (dtype, shape) in specs.items():
         if dtype not in _FP8 or name in taken:
@@ -224,6 +221,17 @@ def _find_unnamed(specs: Specs, found: Sequence[Scaled]) -> list[Scaled]:
         if beside:
             unnamed.append(Scaled(name, "FP8 with another scale", dtype, beside[0], tuple(beside), None))
     return unnamed
+
+
+def _group_scales(specs: Specs, taken: set[str]) -> dict[str, list[str]]:
+    """Return the leaves that are scales by their name, by what comes before it, without those that a rule took."""
+    scales: dict[str, list[str]] = {}
+    for name, (dtype, _) in specs.items():
+        stem, key = _split(name)
+        is_wide = dtype.is_floating_point and dtype not in _CODES
+        if is_wide and name not in taken and _UNNAMED.fullmatch(key):
+            scales.setdefault(stem, []).append(name)
+    return scales
 
 
 def may_have_codes(dtypes: Iterable[torch.dtype], names: Iterable[str]) -> bool:

@@ -224,7 +224,7 @@ def test_every_format_counts_each_leaf_once(target, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu])
 def test_average_counts_the_nan_of_8_bits(dtype, tmp_path, target):
-    """A NaN of a source is handed on, as that of other dtypes."""
+    """A NaN of a source is handed on, as in other dtypes."""
     paths = write_models(tmp_path, [torch.tensor([1.0, NAN]), torch.ones(2)], dtype)
 
     result = run("average", *paths, "-o", target, "--force")

@@ -176,7 +176,8 @@ class Part:
 @pytest.mark.parametrize("last", [0, torch.ones(2)], ids=["without tensors", "with one"])
 def test_parts_that_know_the_whole_are_searched_once(last, tmp_path, monkeypatch):
     """The work grows with the parts, and not with their pairs."""
-    inner, looks = pickles._inner, []
+    inner = pickles._inner
+    looks = []
     monkeypatch.setattr(pickles, "_inner", lambda value: looks.append(1) or inner(value))
     counts = []
     for n in (50, 200):
@@ -431,7 +432,7 @@ class Scaled(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values, scale):
-        """A tensor without memory of its own."""
+        """A tensor without memory."""
         made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
         made.values, made.scale = values, scale
         return made

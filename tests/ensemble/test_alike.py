@@ -163,7 +163,7 @@ def test_an_ensemble_of_models_with_ensembles(how):
 
 
 class Active(nn.Module):
-    """A layer with a function of its own."""
+    """A layer that holds its own function."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""`RewardData` and `PairwiseDataset`: their fields; files and other operations are those of any typed tree."""
+"""`RewardData` and `PairwiseDataset`: their fields. Files and other operations are as for any typed tree."""
 
 import pytest
 import torch

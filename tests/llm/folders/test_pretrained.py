@@ -97,7 +97,7 @@ BESIDE = ["additional_chat_templates/tool_use.jinja", "modeling_own.py", "own.ti
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_files_of_tokenizers_and_code_are_kept(name, tmp_path):
-    """Further templates have a folder of their own."""
+    """Further templates are in a separate folder."""
     model, file = write("llama", tmp_path / "source"), tmp_path / "source" / name
     file.parent.mkdir(exist_ok=True)
     file.write_text("own")
