@@ -303,7 +303,7 @@ class _Outside(TorchFunctionMode):
         has_gradient = _has_gradient(inner)
         if inner is not tensor:
             if has_gradient and not self._is_known(inner):
-                self._refuse("gives a tensor from outside to a transform of its own", inner)
+                self._refuse("gives a tensor from outside to its own transform", inner)
         elif self._is_second_run:
             if _edges([tensor]):
                 self._refuse("reads another tensor when it runs again", tensor)

@@ -32,7 +32,7 @@ VERSION = "0.21.2"
 def no_peft(path: Path, what: str) -> UnsupportedError:
     """Return the error of adapters that PEFT does not have."""
     return UnsupportedError(
-        f"lora.save: PEFT has no adapter like that of {dotted(path)!r}.",
+        f"lora.save: PEFT has no adapter of the kind at {dotted(path)!r}.",
         got=what,
         hint="tdf.save(adapters, path) keeps every tree; lora.merge(params, adapters) has it in the weights.",
     )
