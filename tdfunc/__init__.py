@@ -1,85 +1,134 @@
 """tdfunc: immutable trees of tensors, and pure functions over them."""
 
-import builtins
 import importlib
 import typing
 
-from tdfunc import averaging as averaging
-from tdfunc import calibration as calibration
-from tdfunc import distributed as distributed
-from tdfunc import lora as lora
-from tdfunc import metrics as metrics
-from tdfunc import optim as optim
-from tdfunc import random as random
-from tdfunc import sweep as sweep
-from tdfunc import weights as weights
-from tdfunc._control import cond as cond
+from tdfunc import averaging, calibration, distributed, lora, metrics, optim, random, sweep, weights
+from tdfunc._control import cond, scan, while_loop
 from tdfunc._control import map as map
-from tdfunc._control import scan as scan
-from tdfunc._control import while_loop as while_loop
-from tdfunc._gradient import grad as grad
-from tdfunc._gradient import value_and_grad as value_and_grad
-from tdfunc._jit import jit as jit
-from tdfunc._lazystack import LazyStack as LazyStack
-from tdfunc._lazystack import lazy_stack as lazy_stack
-from tdfunc._lazystack import pad_sequence as pad_sequence
-from tdfunc._tensorclass import TensorClass as TensorClass
-from tdfunc._tensorclass import tensorclass as tensorclass
-from tdfunc._tensordict import TensorDict as TensorDict
-from tdfunc.core.errors import BatchSizeError as BatchSizeError
-from tdfunc.core.errors import CaptureError as CaptureError
-from tdfunc.core.errors import ConcurrencyError as ConcurrencyError
-from tdfunc.core.errors import CorruptCheckpointError as CorruptCheckpointError
-from tdfunc.core.errors import FilterError as FilterError
-from tdfunc.core.errors import ImmutableError as ImmutableError
-from tdfunc.core.errors import LeafMismatchError as LeafMismatchError
-from tdfunc.core.errors import LeakError as LeakError
-from tdfunc.core.errors import MissingKeyError as MissingKeyError
-from tdfunc.core.errors import PeerError as PeerError
-from tdfunc.core.errors import RemoteError as RemoteError
-from tdfunc.core.errors import TieError as TieError
-from tdfunc.core.errors import TreeStructureError as TreeStructureError
-from tdfunc.core.errors import UnsupportedError as UnsupportedError
-from tdfunc.core.errors import WorkerError as WorkerError
-from tdfunc.core.keys import Filter as Filter
-from tdfunc.core.keys import of_type as of_type
-from tdfunc.core.nontensor import NonTensorData as NonTensorData
-from tdfunc.core.nontensor import NonTensorStack as NonTensorStack
-from tdfunc.core.surface import surface as _surface
-from tdfunc.core.types import Kind as Kind
-from tdfunc.ensemble.ensemble import Ensemble as Ensemble
-from tdfunc.ensemble.mc_dropout import MCDropout as MCDropout
-from tdfunc.ensemble.stack import init_ensemble as init_ensemble
-from tdfunc.ensemble.stack import stack_modules as stack_modules
-from tdfunc.ensemble.stack import unstack as unstack
-from tdfunc.modules.checkpoint import checkpoint as checkpoint
-from tdfunc.modules.extract import from_module as from_module
-from tdfunc.modules.extract import split as split
-from tdfunc.modules.functional import Apply as Apply
-from tdfunc.modules.functional import functional as functional
-from tdfunc.ops.abstract import eval_shape as eval_shape
-from tdfunc.ops.batch.join import cat as cat
-from tdfunc.ops.batch.join import stack as stack
-from tdfunc.ops.batch.rearrange import pad as pad
-from tdfunc.ops.edits.structure import combine as combine
-from tdfunc.ops.edits.structure import in_dims as in_dims
-from tdfunc.ops.edits.structure import partition as partition
-from tdfunc.ops.interop import collate as collate
-from tdfunc.ops.interop import scalars as scalars
-from tdfunc.ops.math.compare import assert_close as assert_close
-from tdfunc.ops.math.compare import tree_equal as tree_equal
-from tdfunc.ops.math.vector import ravel as ravel
-from tdfunc.parallel.pool import WorkerPool as WorkerPool
-from tdfunc.parallel.ray import RayExecutor as RayExecutor
-from tdfunc.storage.api import load as load
-from tdfunc.storage.api import save as save
-from tdfunc.storage.manager.background import AsyncSaver as AsyncSaver
-from tdfunc.storage.manager.background import PendingSave as PendingSave
-from tdfunc.storage.manager.manager import CheckpointManager as CheckpointManager
-from tdfunc.storage.rng import get_rng_state as get_rng_state
-from tdfunc.storage.rng import set_rng_state as set_rng_state
-from tdfunc.storage.safetensors.saved import SavedTree as SavedTree
+from tdfunc._gradient import grad, value_and_grad
+from tdfunc._jit import jit
+from tdfunc._lazystack import LazyStack, lazy_stack, pad_sequence
+from tdfunc._tensorclass import TensorClass, tensorclass
+from tdfunc._tensordict import TensorDict
+from tdfunc.core.errors import (
+    BatchSizeError,
+    CaptureError,
+    ConcurrencyError,
+    CorruptCheckpointError,
+    FilterError,
+    ImmutableError,
+    LeafMismatchError,
+    LeakError,
+    MissingKeyError,
+    PeerError,
+    RemoteError,
+    TieError,
+    TreeStructureError,
+    UnsupportedError,
+    WorkerError,
+)
+from tdfunc.core.keys import Filter, of_type
+from tdfunc.core.nontensor import NonTensorData, NonTensorStack
+from tdfunc.core.types import Kind
+from tdfunc.ensemble.ensemble import Ensemble
+from tdfunc.ensemble.mc_dropout import MCDropout
+from tdfunc.ensemble.stack import init_ensemble, stack_modules, unstack
+from tdfunc.modules.checkpoint import checkpoint
+from tdfunc.modules.extract import from_module, split
+from tdfunc.modules.functional import Apply, functional
+from tdfunc.ops.abstract import eval_shape
+from tdfunc.ops.batch.join import cat, stack
+from tdfunc.ops.batch.rearrange import pad
+from tdfunc.ops.edits.structure import combine, in_dims, partition
+from tdfunc.ops.interop import collate, scalars
+from tdfunc.ops.math.compare import assert_close, tree_equal
+from tdfunc.ops.math.vector import ravel
+from tdfunc.parallel.pool import WorkerPool
+from tdfunc.parallel.ray import RayExecutor
+from tdfunc.storage.api import load, save
+from tdfunc.storage.manager.background import AsyncSaver, PendingSave
+from tdfunc.storage.manager.manager import CheckpointManager
+from tdfunc.storage.rng import get_rng_state, set_rng_state
+from tdfunc.storage.safetensors.saved import SavedTree
 from tdfunc.storage.safetensors.saved import open as open
+
+# Without `map` and `open`: `from tdfunc import *` leaves Python's own as they are.
+__all__ = [
+    "Apply",
+    "AsyncSaver",
+    "BatchSizeError",
+    "CaptureError",
+    "CheckpointManager",
+    "ConcurrencyError",
+    "CorruptCheckpointError",
+    "Ensemble",
+    "Filter",
+    "FilterError",
+    "ImmutableError",
+    "Kind",
+    "LazyStack",
+    "LeafMismatchError",
+    "LeakError",
+    "MCDropout",
+    "MissingKeyError",
+    "NonTensorData",
+    "NonTensorStack",
+    "PeerError",
+    "PendingSave",
+    "RayExecutor",
+    "RemoteError",
+    "SavedTree",
+    "TensorClass",
+    "TensorDict",
+    "TieError",
+    "TreeStructureError",
+    "UnsupportedError",
+    "WorkerError",
+    "WorkerPool",
+    "assert_close",
+    "averaging",
+    "calibration",
+    "cat",
+    "checkpoint",
+    "collate",
+    "combine",
+    "cond",
+    "distributed",
+    "eval_shape",
+    "from_module",
+    "functional",
+    "get_rng_state",
+    "grad",
+    "in_dims",
+    "init_ensemble",
+    "jit",
+    "lazy_stack",
+    "load",
+    "lora",
+    "metrics",
+    "of_type",
+    "optim",
+    "pad",
+    "pad_sequence",
+    "partition",
+    "random",
+    "ravel",
+    "save",
+    "scalars",
+    "scan",
+    "set_rng_state",
+    "split",
+    "stack",
+    "stack_modules",
+    "sweep",
+    "tensorclass",
+    "tree_equal",
+    "unstack",
+    "value_and_grad",
+    "weights",
+    "while_loop",
+]
 
 __version__ = "0.2.0"
 
@@ -99,12 +148,5 @@ else:
         raise AttributeError(f"module 'tdfunc' has no attribute {name!r}")
 
 
-_NAMES = _surface(
-    globals(), "averaging", "calibration", "distributed", "lora", "metrics", "optim", "random", "sweep", "weights"
-)
-# `from tdfunc import *` leaves Python's own `map` and `open` as they are.
-__all__ = [name for name in _NAMES if not hasattr(builtins, name)]  # pyright: ignore[reportUnsupportedDunderAll]
-
-
 def __dir__() -> list[str]:
-    return [*_NAMES, *_LAZY, "__version__"]
+    return [*__all__, "map", "open", *_LAZY, "__version__"]

@@ -18,7 +18,6 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, as_count, check_least, error
 from tdfunc.core.keys import dotted
-from tdfunc.core.surface import surface
 from tdfunc.core.types import Path
 from tdfunc.core.walk import list_leaves, list_paths, rebuild, replace
 from tdfunc.ensemble.ensemble import Ensemble
@@ -34,6 +33,14 @@ from tdfunc.random.draws import KeyLike, key_of
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
+
+__all__ = [
+    "SWA",
+    "SWAG",
+    "Snapshots",
+    "cosine_cycles",
+    "update_bn",
+]
 
 T = TypeVar("T", bound=TensorCollection)
 # The buffer of BatchNorm that counts the passes in its average.
@@ -538,4 +545,5 @@ def _advance(call: str, state: T, new: dict[str, Any], active: Tensor | bool) ->
     return torch.where(chosen.expand(size), changed, state)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-surface(globals())
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -23,7 +23,16 @@ from tdfunc._mixture import (
     widen,
 )
 from tdfunc.core.errors import LeafMismatchError, check_choice, error
-from tdfunc.core.surface import surface
+
+__all__ = [
+    "conformal_scores",
+    "conformal_sets",
+    "conformal_threshold",
+    "ensemble_logits",
+    "fit_temperature",
+    "regression_intervals",
+    "regression_scores",
+]
 
 Method: TypeAlias = Literal["lac", "aps"]
 # Of the inverse temperature; beyond it float32 rounds the probabilities to 0 and 1, or to 1 / C.
@@ -266,4 +275,5 @@ def _class_scores(p: Tensor, method: Method) -> Tensor:
     return torch.zeros_like(p).scatter(-1, order, ordered.cumsum(-1))
 
 
-surface(globals())
+def __dir__() -> list[str]:
+    return list(__all__)

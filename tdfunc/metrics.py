@@ -24,10 +24,21 @@ from tdfunc._mixture import (
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import require_values
 from tdfunc.core.errors import LeafMismatchError, as_count, check_choice, error
-from tdfunc.core.surface import surface
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
+
+__all__ = [
+    "adaptive_ece",
+    "aurc",
+    "auroc",
+    "brier",
+    "ece",
+    "nll",
+    "reliability_curve",
+    "risk_coverage",
+    "uncertainty",
+]
 
 # The fewest dimensions that outputs of each kind have.
 _KINDS = {"classification": 2, "regression": 1, "gaussian": 2}
@@ -431,4 +442,5 @@ def _pairs(call: str, score: Numbers, other: Numbers, *, bools: bool) -> tuple[T
     return score, other
 
 
-surface(globals())
+def __dir__() -> list[str]:
+    return list(__all__)

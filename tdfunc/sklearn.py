@@ -19,7 +19,6 @@ from tdfunc import optim, random, sweep
 from tdfunc._jit import jit
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.errors import LeafMismatchError, as_count, check_choice, error, needs
-from tdfunc.core.surface import surface
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import init_ensemble
 from tdfunc.metrics import uncertainty
@@ -51,6 +50,11 @@ if TYPE_CHECKING:
 
 else:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+
+__all__ = [
+    "EnsembleClassifier",
+    "EnsembleRegressor",
+]
 
 # Any: whatever scikit-learn takes as an array, and numbers of any dtype.
 Array: TypeAlias = NDArray[Any]
@@ -523,4 +527,5 @@ def _arrays(found: Any) -> dict[str, Array]:
     return {name: x.numpy(force=True) for name, x in found.items()}
 
 
-surface(globals())
+def __dir__() -> list[str]:
+    return list(__all__)

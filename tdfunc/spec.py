@@ -15,9 +15,14 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import BatchSizeError, error
 from tdfunc.core.keys import by_head, missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
-from tdfunc.core.surface import surface
 from tdfunc.core.types import NestedKey
 from tdfunc.ops.base.cast import as_device
+
+__all__ = [
+    "Composite",
+    "NonTensor",
+    "Unbounded",
+]
 
 
 def _size(shape: Any) -> Size:
@@ -253,4 +258,5 @@ def _text(name: str, entries: Mapping[str, Any], keys: Any = ()) -> str:
     return f"{name}(\n{inner})"
 
 
-surface(globals())
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -22,7 +22,6 @@ from tdfunc.core.context import has_values
 from tdfunc.core.errors import BatchSizeError, WorkerError, as_count, check_choice, check_finite, check_least, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
-from tdfunc.core.surface import surface
 from tdfunc.distributed.messages import classes_of
 from tdfunc.ensemble._draws import run_seeded
 from tdfunc.ops.base.reading import iter_items
@@ -34,6 +33,23 @@ from tdfunc.storage.tree.encode import outline
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
+
+__all__ = [
+    "EarlyStopping",
+    "best",
+    "bootstrap",
+    "elites",
+    "grid",
+    "keep_best",
+    "kfold",
+    "log_uniform",
+    "random_search",
+    "rank",
+    "successive_halving",
+    "train_blocks",
+    "uniform",
+    "weights_of",
+]
 
 T = TypeVar("T", bound=TensorCollection)
 Mode: TypeAlias = Literal["min", "max"]
@@ -630,4 +646,5 @@ def _tree(data: dict[str, Any]) -> "TensorDict":
     return TensorCollection._open._make(data, size, None, None)
 
 
-surface(globals())
+def __dir__() -> list[str]:
+    return list(__all__)

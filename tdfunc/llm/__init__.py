@@ -1,82 +1,125 @@
 """Conversations and language models: histories, chat templates, and token-exact conversations."""
 
-from types import ModuleType as _ModuleType
-
 from tdfunc.llm import losses as losses
-from tdfunc.llm.conversations.exact import TokenMismatch as TokenMismatch
-from tdfunc.llm.conversations.exact import TokenRow as TokenRow
-from tdfunc.llm.conversations.exact import TokenTemplate as TokenTemplate
-from tdfunc.llm.conversations.exact import append_messages as append_messages
-from tdfunc.llm.conversations.exact import chat_ids as chat_ids
-from tdfunc.llm.conversations.exact import find_mismatch as find_mismatch
-from tdfunc.llm.conversations.exact import is_append_only as is_append_only
-from tdfunc.llm.conversations.exact import to_training_rows as to_training_rows
-from tdfunc.llm.conversations.history import ChatHistory as ChatHistory
-from tdfunc.llm.conversations.history import History as History
-from tdfunc.llm.conversations.jsonl import load_jsonl as load_jsonl
-from tdfunc.llm.conversations.jsonl import save_jsonl as save_jsonl
-from tdfunc.llm.conversations.report import TemplateCheck as TemplateCheck
-from tdfunc.llm.conversations.report import TemplateReport as TemplateReport
-from tdfunc.llm.conversations.report import template_report as template_report
-from tdfunc.llm.datasets.pairwise import PairwiseDataset as PairwiseDataset
-from tdfunc.llm.datasets.pairwise import RewardData as RewardData
-from tdfunc.llm.datasets.prompts import PromptData as PromptData
-from tdfunc.llm.datasets.prompts import tokenize_prompts as tokenize_prompts
-from tdfunc.llm.datasets.sources import read_records as read_records
-from tdfunc.llm.datasets.tokens import TokenDataset as TokenDataset
-from tdfunc.llm.datasets.tokens import load_tokens as load_tokens
-from tdfunc.llm.encoding.text import detokenize as detokenize
-from tdfunc.llm.encoding.text import tokenize_text as tokenize_text
-from tdfunc.llm.encoding.text import tokenizer_digest as tokenizer_digest
-from tdfunc.llm.folders.pretrained import load_pretrained as load_pretrained
-from tdfunc.llm.folders.pretrained import save_pretrained as save_pretrained
-from tdfunc.llm.generation.functions import generate as generate
-from tdfunc.llm.generation.options import GenerationOptions as GenerationOptions
-from tdfunc.llm.generation.options import Response as Response
-from tdfunc.llm.generation.rows import generate_tokens as generate_tokens
-from tdfunc.llm.losses.selection import AdaptiveKLController as AdaptiveKLController
-from tdfunc.llm.losses.selection import ConstantKLController as ConstantKLController
-from tdfunc.llm.losses.selection import TopK as TopK
-from tdfunc.llm.losses.selection import topk_rewards as topk_rewards
-from tdfunc.llm.messages.content import ContentBase as ContentBase
-from tdfunc.llm.rows.records import LogProbs as LogProbs
-from tdfunc.llm.rows.records import Masks as Masks
-from tdfunc.llm.rows.records import Text as Text
-from tdfunc.llm.rows.records import Tokens as Tokens
-from tdfunc.llm.scoring.attention import attention_inputs as attention_inputs
-from tdfunc.llm.scoring.compare import compare as compare
-from tdfunc.llm.scoring.head import Head as Head
-from tdfunc.llm.scoring.ids import explain_scoring as explain_scoring
-from tdfunc.llm.scoring.ids import score_ids as score_ids
-from tdfunc.llm.scoring.model import CausalLM as CausalLM
-from tdfunc.llm.scoring.model import causal_lm as causal_lm
-from tdfunc.llm.scoring.trees import MaskedCategorical as MaskedCategorical
-from tdfunc.llm.scoring.trees import distribution as distribution
-from tdfunc.llm.scoring.trees import logits as logits
-from tdfunc.llm.scoring.trees import score as score
-from tdfunc.llm.templates.base import AbstractTemplate as AbstractTemplate
-from tdfunc.llm.templates.chatml import ChatML as ChatML
-from tdfunc.llm.templates.chatml import chatml as chatml
-from tdfunc.llm.templates.chatml import qwen as qwen
-from tdfunc.llm.templates.deepseek import DeepSeek as DeepSeek
-from tdfunc.llm.templates.deepseek import deepseek as deepseek
-from tdfunc.llm.templates.gemma import Gemma as Gemma
-from tdfunc.llm.templates.gemma import gemma as gemma
-from tdfunc.llm.templates.jinja import JinjaTemplate as JinjaTemplate
-from tdfunc.llm.templates.llama import Llama as Llama
-from tdfunc.llm.templates.llama import llama as llama
-from tdfunc.llm.templates.mistral import Mistral as Mistral
-from tdfunc.llm.templates.mistral import mistral as mistral
-from tdfunc.llm.templates.named import TEMPLATES as TEMPLATES
-from tdfunc.llm.wrappers.backend import AbstractBackend as AbstractBackend
-from tdfunc.llm.wrappers.base import LLMWrapperBase as LLMWrapperBase
-from tdfunc.llm.wrappers.batching import Batcher as Batcher
-from tdfunc.llm.wrappers.engine import vLLMWrapper as vLLMWrapper
-from tdfunc.llm.wrappers.push import Push as Push
-from tdfunc.llm.wrappers.remote import RemoteWrapper as RemoteWrapper
-from tdfunc.llm.wrappers.transformers import TransformersWrapper as TransformersWrapper
+from tdfunc.llm.conversations.exact import (
+    TokenMismatch,
+    TokenRow,
+    TokenTemplate,
+    append_messages,
+    chat_ids,
+    find_mismatch,
+    is_append_only,
+    to_training_rows,
+)
+from tdfunc.llm.conversations.history import ChatHistory, History
+from tdfunc.llm.conversations.jsonl import load_jsonl, save_jsonl
+from tdfunc.llm.conversations.report import TemplateCheck, TemplateReport, template_report
+from tdfunc.llm.datasets.pairwise import PairwiseDataset, RewardData
+from tdfunc.llm.datasets.prompts import PromptData, tokenize_prompts
+from tdfunc.llm.datasets.sources import read_records
+from tdfunc.llm.datasets.tokens import TokenDataset, load_tokens
+from tdfunc.llm.encoding.text import detokenize, tokenize_text, tokenizer_digest
+from tdfunc.llm.folders.pretrained import load_pretrained, save_pretrained
+from tdfunc.llm.generation.functions import generate
+from tdfunc.llm.generation.options import GenerationOptions, Response
+from tdfunc.llm.generation.rows import generate_tokens
+from tdfunc.llm.losses.selection import AdaptiveKLController, ConstantKLController, TopK, topk_rewards
+from tdfunc.llm.messages.content import ContentBase
+from tdfunc.llm.rows.records import LogProbs, Masks, Text, Tokens
+from tdfunc.llm.scoring.attention import attention_inputs
+from tdfunc.llm.scoring.compare import compare
+from tdfunc.llm.scoring.head import Head
+from tdfunc.llm.scoring.ids import explain_scoring, score_ids
+from tdfunc.llm.scoring.model import CausalLM, causal_lm
+from tdfunc.llm.scoring.trees import MaskedCategorical, distribution, logits, score
+from tdfunc.llm.templates.base import AbstractTemplate
+from tdfunc.llm.templates.chatml import ChatML, chatml, qwen
+from tdfunc.llm.templates.deepseek import DeepSeek, deepseek
+from tdfunc.llm.templates.gemma import Gemma, gemma
+from tdfunc.llm.templates.jinja import JinjaTemplate
+from tdfunc.llm.templates.llama import Llama, llama
+from tdfunc.llm.templates.mistral import Mistral, mistral
+from tdfunc.llm.templates.named import TEMPLATES
+from tdfunc.llm.wrappers.backend import AbstractBackend
+from tdfunc.llm.wrappers.base import LLMWrapperBase
+from tdfunc.llm.wrappers.batching import Batcher
+from tdfunc.llm.wrappers.engine import vLLMWrapper
+from tdfunc.llm.wrappers.push import Push
+from tdfunc.llm.wrappers.remote import RemoteWrapper
+from tdfunc.llm.wrappers.transformers import TransformersWrapper
 
-# `from tdfunc.llm import *` gives no submodules.
-__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
-    name for name, value in globals().items() if not name.startswith("_") and not isinstance(value, _ModuleType)
+# Without `losses`: `from tdfunc.llm import *` gives no submodules.
+__all__ = [
+    "AbstractBackend",
+    "AbstractTemplate",
+    "AdaptiveKLController",
+    "Batcher",
+    "CausalLM",
+    "ChatHistory",
+    "ChatML",
+    "ConstantKLController",
+    "ContentBase",
+    "DeepSeek",
+    "Gemma",
+    "GenerationOptions",
+    "Head",
+    "History",
+    "JinjaTemplate",
+    "LLMWrapperBase",
+    "Llama",
+    "LogProbs",
+    "MaskedCategorical",
+    "Masks",
+    "Mistral",
+    "PairwiseDataset",
+    "PromptData",
+    "Push",
+    "RemoteWrapper",
+    "Response",
+    "RewardData",
+    "TEMPLATES",
+    "TemplateCheck",
+    "TemplateReport",
+    "Text",
+    "TokenDataset",
+    "TokenMismatch",
+    "TokenRow",
+    "TokenTemplate",
+    "Tokens",
+    "TopK",
+    "TransformersWrapper",
+    "append_messages",
+    "attention_inputs",
+    "causal_lm",
+    "chat_ids",
+    "chatml",
+    "compare",
+    "deepseek",
+    "detokenize",
+    "distribution",
+    "explain_scoring",
+    "find_mismatch",
+    "gemma",
+    "generate",
+    "generate_tokens",
+    "is_append_only",
+    "llama",
+    "load_jsonl",
+    "load_pretrained",
+    "load_tokens",
+    "logits",
+    "mistral",
+    "qwen",
+    "read_records",
+    "save_jsonl",
+    "save_pretrained",
+    "score",
+    "score_ids",
+    "template_report",
+    "to_training_rows",
+    "tokenize_prompts",
+    "tokenize_text",
+    "tokenizer_digest",
+    "topk_rewards",
+    "vLLMWrapper",
 ]

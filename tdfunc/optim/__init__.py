@@ -1,49 +1,84 @@
 """Optimizers as pairs of pure functions over trees, for one model or a stack of members."""
 
-from tdfunc.core.surface import surface as _surface
-from tdfunc.optim import schedules as schedules
-from tdfunc.optim._base import AbstractOptimizer as AbstractOptimizer
-from tdfunc.optim._combine import Chain as Chain
-from tdfunc.optim._combine import Masked as Masked
-from tdfunc.optim._combine import Multi as Multi
-from tdfunc.optim._combine import chain as chain
-from tdfunc.optim._combine import masked as masked
-from tdfunc.optim._combine import multi as multi
-from tdfunc.optim._maps import GradientMap as GradientMap
-from tdfunc.optim._maps import adaptive_grad_clip as adaptive_grad_clip
-from tdfunc.optim._maps import add_decayed_weights as add_decayed_weights
-from tdfunc.optim._maps import clip_by_global_norm as clip_by_global_norm
-from tdfunc.optim._maps import clip_by_member_norm as clip_by_member_norm
-from tdfunc.optim._optimizer import Hyper as Hyper
-from tdfunc.optim._optimizer import Optimizer as Optimizer
-from tdfunc.optim._optimizer import Schedule as Schedule
-from tdfunc.optim._rules.adadelta import adadelta as adadelta
-from tdfunc.optim._rules.adafactor import adafactor as adafactor
-from tdfunc.optim._rules.adagrad import adagrad as adagrad
-from tdfunc.optim._rules.adam import adam as adam
-from tdfunc.optim._rules.adam import adamax as adamax
-from tdfunc.optim._rules.adam import adamw as adamw
-from tdfunc.optim._rules.asgd import asgd as asgd
-from tdfunc.optim._rules.lion import lion as lion
-from tdfunc.optim._rules.muon import muon as muon
-from tdfunc.optim._rules.nadam import nadam as nadam
-from tdfunc.optim._rules.radam import radam as radam
-from tdfunc.optim._rules.rmsprop import rmsprop as rmsprop
-from tdfunc.optim._rules.rprop import rprop as rprop
-from tdfunc.optim._rules.sgd import sgd as sgd
-from tdfunc.optim._rules.sparse_adam import sparse_adam as sparse_adam
-from tdfunc.optim._sam import sam as sam
-from tdfunc.optim._wrappers.accumulate import Accumulate as Accumulate
-from tdfunc.optim._wrappers.accumulate import accumulate as accumulate
-from tdfunc.optim._wrappers.ema import Ema as Ema
-from tdfunc.optim._wrappers.ema import ema as ema
-from tdfunc.optim._wrappers.finite import ApplyIfFinite as ApplyIfFinite
-from tdfunc.optim._wrappers.finite import apply_if_finite as apply_if_finite
-from tdfunc.optim._wrappers.lookahead import Lookahead as Lookahead
-from tdfunc.optim._wrappers.lookahead import lookahead as lookahead
-from tdfunc.optim._wrappers.masters import Masters as Masters
-from tdfunc.optim._wrappers.masters import masters as masters
-from tdfunc.optim._wrappers.schedule_free import ScheduleFree as ScheduleFree
-from tdfunc.optim._wrappers.schedule_free import schedule_free as schedule_free
+from tdfunc.optim import schedules
+from tdfunc.optim._base import AbstractOptimizer
+from tdfunc.optim._combine import Chain, Masked, Multi, chain, masked, multi
+from tdfunc.optim._maps import (
+    GradientMap,
+    adaptive_grad_clip,
+    add_decayed_weights,
+    clip_by_global_norm,
+    clip_by_member_norm,
+)
+from tdfunc.optim._optimizer import Hyper, Optimizer, Schedule
+from tdfunc.optim._rules.adadelta import adadelta
+from tdfunc.optim._rules.adafactor import adafactor
+from tdfunc.optim._rules.adagrad import adagrad
+from tdfunc.optim._rules.adam import adam, adamax, adamw
+from tdfunc.optim._rules.asgd import asgd
+from tdfunc.optim._rules.lion import lion
+from tdfunc.optim._rules.muon import muon
+from tdfunc.optim._rules.nadam import nadam
+from tdfunc.optim._rules.radam import radam
+from tdfunc.optim._rules.rmsprop import rmsprop
+from tdfunc.optim._rules.rprop import rprop
+from tdfunc.optim._rules.sgd import sgd
+from tdfunc.optim._rules.sparse_adam import sparse_adam
+from tdfunc.optim._sam import sam
+from tdfunc.optim._wrappers.accumulate import Accumulate, accumulate
+from tdfunc.optim._wrappers.ema import Ema, ema
+from tdfunc.optim._wrappers.finite import ApplyIfFinite, apply_if_finite
+from tdfunc.optim._wrappers.lookahead import Lookahead, lookahead
+from tdfunc.optim._wrappers.masters import Masters, masters
+from tdfunc.optim._wrappers.schedule_free import ScheduleFree, schedule_free
 
-_surface(globals(), "schedules")
+__all__ = [
+    "AbstractOptimizer",
+    "Accumulate",
+    "ApplyIfFinite",
+    "Chain",
+    "Ema",
+    "GradientMap",
+    "Hyper",
+    "Lookahead",
+    "Masked",
+    "Masters",
+    "Multi",
+    "Optimizer",
+    "Schedule",
+    "ScheduleFree",
+    "accumulate",
+    "adadelta",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "adaptive_grad_clip",
+    "add_decayed_weights",
+    "apply_if_finite",
+    "asgd",
+    "chain",
+    "clip_by_global_norm",
+    "clip_by_member_norm",
+    "ema",
+    "lion",
+    "lookahead",
+    "masked",
+    "masters",
+    "multi",
+    "muon",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "rprop",
+    "sam",
+    "schedule_free",
+    "schedules",
+    "sgd",
+    "sparse_adam",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

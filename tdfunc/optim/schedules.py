@@ -15,11 +15,22 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import as_count, check_choice, check_finite, check_least, error
-from tdfunc.core.surface import surface
 from tdfunc.optim._optimizer import Schedule
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
+
+__all__ = [
+    "ReduceOnPlateau",
+    "constant",
+    "cosine_decay",
+    "exponential_decay",
+    "join_schedules",
+    "linear",
+    "piecewise_constant",
+    "polynomial",
+    "warmup_cosine_decay",
+]
 
 T = TypeVar("T", bound=TensorCollection)
 Value: TypeAlias = float | Tensor
@@ -329,4 +340,5 @@ def _at(step: Tensor, value: Any) -> Tensor:
     return (value.to(step.device) if isinstance(value, Tensor) else value) + torch.zeros_like(_real(step))
 
 
-surface(globals())
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -8,21 +8,42 @@ twice gives the same numbers twice: `split` it, or `fold_in` a step's number.
 SplitMix64 with a gamma for each key: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
 """
 
-from tdfunc.core.surface import surface as _surface
-from tdfunc.random.draws import bernoulli as bernoulli
-from tdfunc.random.draws import bits as bits
-from tdfunc.random.draws import categorical as categorical
-from tdfunc.random.draws import choice as choice
-from tdfunc.random.draws import exponential as exponential
-from tdfunc.random.draws import fold_in as fold_in
-from tdfunc.random.draws import gumbel as gumbel
-from tdfunc.random.draws import key as key
-from tdfunc.random.draws import key_of as key_of
-from tdfunc.random.draws import normal as normal
-from tdfunc.random.draws import permutation as permutation
-from tdfunc.random.draws import randint as randint
-from tdfunc.random.draws import split as split
-from tdfunc.random.draws import truncated_normal as truncated_normal
-from tdfunc.random.draws import uniform as uniform
+from tdfunc.random.draws import (
+    bernoulli,
+    bits,
+    categorical,
+    choice,
+    exponential,
+    fold_in,
+    gumbel,
+    key,
+    key_of,
+    normal,
+    permutation,
+    randint,
+    split,
+    truncated_normal,
+    uniform,
+)
 
-_surface(globals())
+__all__ = [
+    "bernoulli",
+    "bits",
+    "categorical",
+    "choice",
+    "exponential",
+    "fold_in",
+    "gumbel",
+    "key",
+    "key_of",
+    "normal",
+    "permutation",
+    "randint",
+    "split",
+    "truncated_normal",
+    "uniform",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
