@@ -14,9 +14,9 @@ from tdfunc.lora._choice import Choice
 from tdfunc.lora._experts import experts_class
 from tdfunc.lora._layers import Adapted, Setting, layer_class
 from tdfunc.lora._targets import Target, check_leaves, find_targets, layouts_of, make_tree, parts_of
-from tdfunc.modules.extract import from_module, split
-from tdfunc.modules.functional import Apply
-from tdfunc.modules.plan import Plan, Spec
+from tdfunc.modules.extract import from_module
+from tdfunc.modules.functional import Apply, make_apply
+from tdfunc.modules.plan import Plan
 from tdfunc.modules.poison import Poison
 from tdfunc.modules.random import seeded
 from tdfunc.modules.skeleton import duplicate
@@ -71,10 +71,7 @@ class LoraApply:
         for entry in whole:
             replaced = [base_places[path] for path in entry.paths]
             self._whole.append(_Replaced(replaced, adapter_places[entry.paths[0]]))
-        tree = from_module(template)
-        params, rest = split(tree)
-        spec = Spec(type(template).__name__, params, rest, tree)
-        self._inner = Apply(template, spec, (), apply._originals)
+        self._inner, _, _ = make_apply(template, from_module(template), originals=apply._originals)
         # The places of the inner function's leaves, in its order.
         places = base_places | adapter_places
         self._order = [places[leaf_paths.get(path, path)] for path in self._inner.paths]

@@ -438,6 +438,15 @@ def _with_copied_states(tree: "TensorDict") -> "TensorDict":
     return replace(tree, {path: NonTensorData(copying.deepcopy(values[0])) for path, values in states.items()})
 
 
+def make_apply(
+    template: nn.Module, tree: "TensorDict", reserved: Sequence[str] = (), originals: Originals = ()
+) -> "tuple[Apply, TensorDict, TensorDict]":
+    """Return the function that runs a template with the leaves of `tree`, and its parameters and buffers."""
+    params, buffers = split(tree)
+    spec = Spec(type(template).__name__, params, buffers, tree)
+    return Apply(template, spec, reserved, originals), params, buffers
+
+
 def functional(
     module: nn.Module, *, copy: bool = True, call_only: bool = False
 ) -> "tuple[Apply, TensorDict, TensorDict]":
@@ -487,6 +496,4 @@ def functional(
     tree = from_module(module).apply(lambda leaf: leaf.detach().clone() if copy else leaf.detach())
     if copy:
         tree = _with_copied_states(tree)
-    params, rest = split(tree)
-    spec = Spec(type(module).__name__, params, rest, tree)
-    return Apply(make_template(module), spec, reserved, weak_weights(module)), params, rest
+    return make_apply(make_template(module), tree, reserved, weak_weights(module))
