@@ -383,7 +383,9 @@ def risk_coverage(doubt: Numbers, loss: Numbers) -> Tensor:
     first = torch.searchsorted(ordered, ordered, right=False)
     last = torch.searchsorted(ordered, ordered, right=True)
     sums = torch.nn.functional.pad(risk.cumsum(-1), (1, 0))
-    shared = (sums.gather(-1, last) - sums.gather(-1, first)) / (last - first)
+    ends = sums.gather(-1, last)
+    # After an infinite loss the sums are infinite, and have no differences.
+    shared = torch.where(ends.isfinite(), (ends - sums.gather(-1, first)) / (last - first), ends)
     counts = torch.arange(1, risk.shape[-1] + 1, device=risk.device)
     return (shared.cumsum(-1) / counts).to(loss.dtype)
 

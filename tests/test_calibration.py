@@ -97,6 +97,14 @@ def test_aurc_is_the_mean_risk(seed, size):
     torch.testing.assert_close(metrics.aurc(doubt, loss), metrics.aurc(doubt[order], loss[order]))
 
 
+@pytest.mark.parametrize("loss", [math.inf, -math.inf])
+def test_a_risk_after_an_infinite_loss_is_infinite(loss):
+    """As the mean of the losses is; the negative log-likelihood of an impossible class is infinite."""
+    risk = metrics.risk_coverage(torch.tensor([0.1, 0.2, 0.3, 0.3, 0.4]), torch.tensor([1.0, 1.0, loss, 1.0, 1.0]))
+
+    assert risk.tolist() == [1.0, 1.0, loss, loss, loss]
+
+
 @given(seed=st.integers(0, 2**32), members=st.integers(1, 4), size=st.integers(1, 20))
 def test_members_are_measured_each_by_itself(seed, members, size):
     """A result for each member, as in a loop and under vmap; labels are shared or their own."""

@@ -153,7 +153,7 @@ def _step_group(rule: Rule, work: Work, numbers: _Numbers, scalars: dict[str, Te
     work = _step_lists(rule, work, numbers.values)
     # Every group computes the same.
     for name, value in scalars.items():
-        value.copy_(torch.as_tensor(work.scalars[name]))
+        value.copy_(torch.as_tensor(work.scalars[name], dtype=value.dtype))
 
 
 def _has_fused(leaf: Tensor) -> bool:

@@ -102,7 +102,7 @@ class Run:
         new = restore(work.params, params)
         new_slots = {slot: restore(work.slots[slot], old) for slot, old in slots.items()}
         new_scalars = {
-            name: torch.as_tensor(work.scalars[name], device=old.device).to(old.dtype).expand(old.shape)
+            name: torch.as_tensor(work.scalars[name], dtype=old.dtype, device=old.device).expand(old.shape)
             for name, old in scalars.items()
         }
         active = self.how.active

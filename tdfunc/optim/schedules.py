@@ -289,9 +289,11 @@ class ReduceOnPlateau:
         size = torch.Size(size)
         zeros = torch.zeros(size, dtype=torch.int64, device=device)
         worst = math.inf if self.mode == "min" else -math.inf
+        # In 16 bits, if they are torch's default, a small improvement would be rounded away.
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         data = {
-            "scale": torch.ones(size, device=device),
-            "best": torch.full(size, worst, device=device),
+            "scale": torch.ones(size, dtype=dtype, device=device),
+            "best": torch.full(size, worst, dtype=dtype, device=device),
             "waited": zeros,
             "cooldown": zeros.clone(),
         }
@@ -301,7 +303,7 @@ class ReduceOnPlateau:
         """Return the state after a metric, of the state's batch size; a nan is not an improvement."""
         data: Any = state._data
         best = data["best"]
-        metric = torch.as_tensor(metric, device=best.device).detach().to(best.dtype)
+        metric = torch.as_tensor(metric, dtype=best.dtype, device=best.device).detach()
         bound = self._bound(best)
         if self.mode == "min":
             better = metric < bound

@@ -473,7 +473,9 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
     else:
         # As the noise: the logarithm of 16 bits has a few digits.
         weights = p.to(torch.promote_types(p.dtype, torch.float32))
-        drawn = (gumbel(key, (count,)) + weights.log()).topk(number).indices.reshape(size)
+        # Noise of 16 bits, if they are the default, would have ties.
+        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        drawn = (gumbel(key, (count,), dtype=wide) + weights.log()).topk(number).indices.reshape(size)
     if isinstance(a, int):
         return drawn
     return a[drawn]

@@ -134,6 +134,43 @@ def test_the_gradient_of_a_distance_is_that_of_torch():
     torch.testing.assert_close(grads["w"], torch.tensor([[0.6, 0.8], [0.0, 0.0]]))
 
 
+@pytest.fixture(params=[torch.complex64, torch.complex128], ids=str)
+def spectral(request, generator):
+    """Two models with a weight of complex numbers, as of a Fourier layer, and the one vector of each."""
+    models = []
+    vectors = []
+    for _ in range(2):
+        w = torch.randn(3, 2, dtype=request.param, generator=generator)
+        b = torch.randn(4, dtype=w.real.dtype, generator=generator)
+        models.append(tdf.TensorDict({"w": w, "b": b}))
+        vectors.append(torch.cat([w.real.flatten(), w.imag.flatten(), b]))
+    return models, vectors
+
+
+def test_complex_weights_have_a_distance(spectral):
+    """They are two numbers each, beside the real weights."""
+    models, vectors = spectral
+
+    torch.testing.assert_close(tdf.weights.distance(*models), torch.dist(*vectors))
+
+
+def test_complex_weights_have_an_angle(spectral):
+    """The angle of the vectors of real and imaginary parts."""
+    models, vectors = spectral
+
+    torch.testing.assert_close(tdf.weights.cosine(*models), torch.cosine_similarity(*vectors, dim=0))
+
+
+def test_complex_weights_lie_on_a_line(spectral):
+    """The middle of a line is the mean of both ends."""
+    models, _ = spectral
+    a, b = models
+
+    found = tdf.weights.line_losses(lambda model: model["w"].real.sum(), a, b, points=3)
+
+    torch.testing.assert_close(found[1], ((a["w"] + b["w"]) / 2).real.sum())
+
+
 def test_layers_are_stacked_in_order():
     """Layers come from the parts, all else from the first; experts inside a layer are not layers."""
     layer = lambda n: {"experts": {"0": {"w": torch.full((1,), float(n))}, "1": {"w": torch.zeros(1)}}}  # noqa: E731

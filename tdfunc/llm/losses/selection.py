@@ -188,5 +188,5 @@ def _kl_state(coef: float | Tensor) -> TensorDict:
     if isinstance(coef, Tensor):
         value = widen(coef.detach())
     else:
-        value = torch.tensor(coef, dtype=torch.get_default_dtype())
+        value = torch.tensor(coef, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
     return TensorDict({"kl_coef": value})

@@ -1,6 +1,6 @@
 """`vLLMWrapper`: vLLM's engine as a backend, and pushes of trees into it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -62,7 +62,7 @@ class Engine(AbstractEngine):
         (scored,) = self.run([ids], [{"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}])
         (cached,) = self.run([ids], [{"max_tokens": 1, "temperature": 0.0, "logprobs": CANDIDATES}])
         found = {token: each.logprob for token, each in cached.outputs[0].logprobs[0].items()}
-        return Probe(_prompt_log_probs(scored), torch.tensor(list(found)), torch.tensor(list(found.values())))
+        return Probe(_prompt_log_probs(scored), torch.tensor(list(found)), _float32(found.values()))
 
     def limits(self) -> tuple[int, int]:
         """Return the number of ids, and the length of a prompt of more than a block where the engine allows it."""
@@ -224,7 +224,7 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
         made = []
         if filled:
             made = self.engine.run([rows[i] for i in filled], [params] * len(filled))
-        found = [torch.zeros(0) for _ in rows]
+        found = [_float32([]) for _ in rows]
         for i, out in zip(filled, made, strict=True):
             found[i] = _prompt_log_probs(out)
         return [each.to(row.device) for each, row in zip(found, rows, strict=True)]
@@ -238,7 +238,7 @@ def _response(out: Any, options: GenerationOptions, device: torch.device) -> Res
     log_probs = None
     if made.logprobs is not None:
         pairs = zip(made.token_ids, made.logprobs, strict=True)
-        log_probs = torch.tensor([each[token].logprob for token, each in pairs], device=device)
+        log_probs = _float32([each[token].logprob for token, each in pairs]).to(device)
     prompt_log_probs = None
     if out.prompt_logprobs is not None:
         prompt_log_probs = _prompt_log_probs(out).to(device)
@@ -258,4 +258,9 @@ def _response(out: Any, options: GenerationOptions, device: torch.device) -> Res
 def _prompt_log_probs(out: Any) -> Tensor:
     """Return the log-probs of a prompt's tokens, 0 for the first."""
     pairs = zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:], strict=True)
-    return torch.tensor([0.0, *[each[token].logprob for token, each in pairs]])
+    return _float32([0.0, *[each[token].logprob for token, each in pairs]])
+
+
+def _float32(log_probs: Iterable[float]) -> Tensor:
+    """Return log-probs of Python in float32; 16 bits, if they are torch's default, would round them."""
+    return torch.tensor(list(log_probs), dtype=torch.float32)

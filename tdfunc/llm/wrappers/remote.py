@@ -113,7 +113,7 @@ class RemoteEngine(AbstractEngine):
 
         scored = self.wrapper._request_scores(0, row)
         found = self._ask(_COMPLETIONS, body, read)
-        return Probe(scored, torch.tensor(list(found)), torch.tensor(list(found.values())))
+        return Probe(scored, torch.tensor(list(found)), torch.tensor(list(found.values()), dtype=torch.float32))
 
 
 class RemoteWrapper(LLMWrapperBase):
@@ -303,7 +303,7 @@ class RemoteWrapper(LLMWrapperBase):
     def _request_scores(self, index: int, ids: list[int]) -> Tensor:
         """Return the log-probs of one row."""
         if len(ids) < 2:
-            return torch.zeros(len(ids))
+            return torch.zeros(len(ids), dtype=torch.float32)
         where = f"RemoteWrapper: row {index}"
         body = {"model": self.model, "prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 0, **_WITH_IDS}
         # The sampling options matter to servers that return log-probs after temperature and truncation.

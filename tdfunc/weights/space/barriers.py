@@ -57,7 +57,7 @@ def line_losses(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, ch
 
 def _between(t: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Return the point at t from x to y: computed in float32 at least, where 16 bits would round t."""
-    if not x.is_floating_point():
+    if not (x.is_floating_point() or x.is_complex()):
         return torch.lerp(x, y, t)
     wide = torch.promote_types(x.dtype, torch.float32)
     return torch.lerp(x.to(wide), y.to(wide), t.to(wide)).to(x.dtype)

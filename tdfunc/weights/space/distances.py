@@ -11,7 +11,7 @@ from tdfunc.storage.scales import check_unscaled
 
 
 def distance(a: TensorCollection, b: TensorCollection) -> Tensor:
-    """Return the Euclidean distance between two models, whose floating leaves form one vector.
+    """Return the Euclidean distance between two models, whose floating and complex leaves form one vector.
 
     Its gradient is 0 between equal models, so that a penalty for leaving a model can be trained from there.
 
@@ -81,11 +81,23 @@ def _pairs(call: str, a: TensorCollection, b: TensorCollection) -> list[tuple[Te
     check_unscaled(call, a)
     check_unscaled(call, b)
     pairs = zip(list_leaves(a), others, strict=True)
-    # Counters have no distance. Sums of squares would overflow in 16 bits.
-    return [(x.to(_wide(x)), y.to(_wide(y))) for x, y in pairs if x.is_floating_point()]
+    numbers: list[tuple[Tensor, Tensor]] = []
+    for x, y in pairs:
+        if x.is_complex() or y.is_complex():
+            numbers.append((_parts(x), _parts(y)))
+        # Counters have no distance.
+        elif x.is_floating_point():
+            numbers.append((x.to(_wide(x)), y.to(_wide(y))))
+    return numbers
+
+
+def _parts(x: Tensor) -> Tensor:
+    """Return the real and imaginary parts, along a new last dimension."""
+    return torch.view_as_real(x.to(torch.promote_types(x.dtype, torch.complex64)).resolve_conj())
 
 
 def _wide(x: Tensor) -> torch.dtype:
+    # Sums of squares would overflow in 16 bits.
     return torch.promote_types(x.dtype, torch.float32)
 
 
