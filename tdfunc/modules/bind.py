@@ -11,6 +11,7 @@ import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from tdfunc.core.collection import TensorCollection
