@@ -18,8 +18,17 @@ from tdfunc.core.keys import dotted
 from tdfunc.ops.edits.structure import keep_leaves
 from tdfunc.storage.scales import Dequantizing, Quantized, Scaled, dequantize, specs_of
 
-# The factors of an adapter, as PEFT and Kohya name them.
-_FACTOR = re.compile(r"(?P<module>.+)\.lora_(embedding_)?(?P<side>A|B|down|up)(\..*)?")
+# The factors of an adapter: their product is added to a weight.
+_FACTORS = (
+    # PEFT, Kohya's scripts, MLX, torchtune.
+    re.compile(r"((?P<module>.+)\.)?lora_(embedding_)?(?P<side>A|B|a|b|down|up)(\..*)?"),
+    # diffusers before it wrote PEFT's names, XLabs.
+    re.compile(r"(?P<module>.*lora(\d*|_linear_layer))\.(?P<side>down|up)\.weight"),
+    # LoHa and LoKr, as LyCORIS and PEFT write them.
+    re.compile(r"((?P<module>.+)\.)?(hada|lokr)_(?P<side>(w1|w2)(_a|_b)?|t1|t2)(\..*)?"),
+    # VeRA.
+    re.compile(r"((?P<module>.+)\.)?vera_lambda_(?P<side>b|d)(\..*)?"),
+)
 HINT = "tdfunc cast MODEL --dtype bf16 --dequantize --out PLAIN makes numbers of FP8 codes."
 
 
@@ -155,19 +164,29 @@ def read_all(source: Source, leaf: Tensor, tick: Tick) -> Tensor:
     return made
 
 
+def _find_factor(name: str) -> re.Match[str] | None:
+    """Return the module and the side of a factor of an adapter; None for another leaf."""
+    for pattern in _FACTORS:
+        found = pattern.fullmatch(name)
+        if found is not None:
+            return found
+    return None
+
+
 def refuse_adapters(call: str, path: str, tree: TensorCollection) -> None:
     """Raise if a part of a checkpoint has both factors of an adapter: a mean of each is not one of their products."""
-    first: dict[str, re.Match[str]] = {}
+    first: dict[str | None, re.Match[str]] = {}
     for leaf, _ in iter_leaves(tree):
-        found = _FACTOR.fullmatch(dotted(leaf))
+        found = _find_factor(dotted(leaf))
         if found is None:
             continue
         other = first.setdefault(found["module"], found)
         if other["side"] != found["side"]:
+            hint = "tdf.lora.load(folder, params) and lora.merge(params, adapters) make a model of LoRA's factors."
             what = "this must be a model and not an adapter, whose factors cannot be merged one by one."
             raise UnsupportedError(
                 f"{call} {safe(path)}: {what}",
                 expected="weights, or one of the two factors of each module",
                 got=f"{safe(other.group())} and {safe(found.group())}",
-                hint="tdf.lora.load(folder, params) and lora.merge(params, adapters) make a model of it.",
+                hint=hint,
             )

@@ -11,6 +11,7 @@ import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from tdfunc.core.collection import TensorCollection
@@ -230,6 +231,10 @@ def _leaf_error(owner: nn.Module, path: Path, old: Tensor, leaf: Any) -> LeafMis
 
 
 def _hint_for(owner: nn.Module, old: Tensor, leaf: Tensor) -> str:
+    if leaf.shape == old.shape and leaf.itemsize == 1 and leaf.dtype is not torch.bool:
+        return (
+            "if the leaf has codes of a quantized weight, tdf.load(path, dequantize=True) makes numbers of FP8 codes."
+        )
     if leaf.shape == old.shape:
         return "cast the tree (params.to(dtype)) or the module first."
     if leaf.shape[1:] == old.shape:

@@ -4,6 +4,7 @@ The tables of torch's `default_collate` and pytrees are open to other libraries,
 """
 
 import dataclasses
+import re
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -39,6 +40,18 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T", bound=TensorCollection)
+# The dtypes of codes that quantized weights have, and the words in the names of their scales.
+_CODES = frozenset(
+    [
+        torch.int8,
+        torch.uint8,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+    ]
+)
+_SCALE = re.compile(r"scale|absmax|SCB")
 
 
 # -- from ---------------------------------------------------------------------------------------------------------
@@ -285,6 +298,8 @@ def load_state_dict(tree: T, given: Mapping[str, Any], strict: bool, assign: boo
     nodes = {dotted(path): (path, node) for path, node in saved_nodes(tree)}
     if strict:
         _check_names(nodes, found)
+    elif not assign:
+        _check_codes(nodes, found)
     values: dict[Any, Any] = {}
     for name, (path, node) in nodes.items():
         if name not in found:
@@ -307,6 +322,31 @@ def _check_names(nodes: Mapping[str, Any], found: Mapping[str, Any]) -> None:
             got=f"missing {missing}, unexpected {unexpected}",
             hint="strict=False loads the keys that both have.",
         )
+
+
+def _check_codes(nodes: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise if codes would be cast to numbers, while the scale that they need is left out."""
+    # The names that the tree lacks and that say of themselves what they are, by the name of their module or leaf.
+    scales: dict[str, str] = {}
+    for name in found.keys() - nodes:
+        stem, _, key = name.rpartition(".")
+        if _SCALE.search(key):
+            scales[stem] = name
+    if not scales:
+        return
+    for name, (_, leaf) in nodes.items():
+        value = found.get(name)
+        if not isinstance(value, Tensor) or not isinstance(leaf, Tensor):
+            continue
+        is_cast = value.dtype in _CODES and leaf.is_floating_point() and leaf.dtype != value.dtype
+        scale = scales.get(name, scales.get(name.rpartition(".")[0]))
+        if is_cast and scale is not None:
+            raise UnsupportedError(
+                f"load_state_dict: {name!r} has codes, which are numbers only together with their scale.",
+                expected=f"numbers, to be cast to {leaf.dtype}",
+                got=f"{value.dtype}, and {scale!r}, which the tree does not have",
+                hint="tdf.load(path, dequantize=True) makes numbers of FP8 codes; assign=True keeps the codes.",
+            )
 
 
 def _like_leaf(value: Any, leaf: Tensor, name: str) -> Tensor:
@@ -433,6 +473,7 @@ class InteropMethods(TensorCollection):
             MissingKeyError: The keys differ, and `strict` is True.
             LeafMismatchError: A shape differs; the message names the key.
             TieError: Paths of one tied leaf have different values.
+            UnsupportedError: Codes of a quantized weight would be cast without their scale, which the tree lacks.
         """
         return load_state_dict(self, state_dict, strict, assign, from_flatten)
 

@@ -388,7 +388,16 @@ FACTORS = {
     "PEFT": ("base_model.model.q.lora_A.weight", "base_model.model.q.lora_B.weight"),
     "PEFT in memory": ("q.lora_A.default.weight", "q.lora_B.default.weight"),
     "PEFT embedding": ("wte.lora_embedding_A", "wte.lora_embedding_B"),
+    "loralib, of the whole model": ("lora_A", "lora_B"),
     "Kohya": ("lora_unet_q.lora_down.weight", "lora_unet_q.lora_up.weight"),
+    "MLX": ("layers.0.q.lora_a", "layers.0.q.lora_b"),
+    "torchtune": ("layers.0.q.lora_a.weight", "layers.0.q.lora_b.weight"),
+    "diffusers": ("q.processor.to_q_lora.down.weight", "q.processor.to_q_lora.up.weight"),
+    "diffusers, of layers": ("q.lora_linear_layer.down.weight", "q.lora_linear_layer.up.weight"),
+    "XLabs": ("q.processor.qkv_lora1.down.weight", "q.processor.qkv_lora1.up.weight"),
+    "LoHa": ("base_model.model.q.hada_w1_a", "base_model.model.q.hada_w1_b"),
+    "LoKr": ("lycoris_q.lokr_w1", "lycoris_q.lokr_w2_a"),
+    "VeRA": ("base_model.model.q.vera_lambda_b", "base_model.model.q.vera_lambda_d"),
 }
 MEANS = {"average": ["average"], "merge": ["merge", "--method", "linear"]}
 

@@ -60,6 +60,8 @@ LOADS = [
      r"'3.weight' does not fit Linear.weight.*shape \(2, 4\), torch.float32.*shape \(7, 5\).*another architecture"),
     (MLP, lambda t: t.set(WEIGHT, torch.zeros(4, 2)), LeafMismatchError, r"\(2, 4\).*\(4, 2\).*transpose the leaf"),
     (MLP, lambda t: t.set(WEIGHT, t[WEIGHT].double()), LeafMismatchError, "float32.*float64.*cast the tree"),
+    (MLP, lambda t: t.set(WEIGHT, t[WEIGHT].to(torch.float8_e5m2)), LeafMismatchError, "float8.*dequantize=True"),
+    (MLP, lambda t: t.set(WEIGHT, t[WEIGHT].bool()), LeafMismatchError, r"torch\.bool.*cast the tree"),
     (NORM, lambda t: t.set(COUNT, t[COUNT].double()), LeafMismatchError, "int64.*float64.*cast the tree"),
     (MLP, lambda t: stack([t, t]), LeafMismatchError, r"'0.weight'.*\(2, 4, 3\).*stacked: bind one member"),
     (MLP, lambda t: t.set(WEIGHT, "text"), LeafMismatchError, r"'3.weight'.*shape \(2, 4\).*NonTensorData"),

@@ -185,6 +185,49 @@ def test_values_are_cast_or_assigned():
     assert tree.load_state_dict({"a": A}, from_flatten=True)["s"] == "x"
 
 
+FP8 = torch.tensor([448.0, 1.0, -2.0]).to(torch.float8_e4m3fn)
+INT8 = torch.tensor([127, 1, -2], dtype=torch.int8)
+CODES = {
+    "compressed-tensors": {"q.weight": FP8, "q.weight_scale": torch.ones(())},
+    "DeepSeek": {"q.weight": FP8, "q.weight_scale_inv": torch.ones(())},
+    "ComfyUI": {"q.weight": FP8, "q.scale_weight": torch.ones(())},
+    "bitsandbytes": {"q.weight": INT8, "q.SCB": torch.ones(3)},
+    "nested": {"q": {"weight": INT8, "weight_scale": torch.ones(3)}},
+}
+
+
+@pytest.mark.parametrize("state", CODES.values(), ids=CODES)
+def test_codes_are_not_loaded_without_their_scale(state):
+    """The names that strict=False leaves out are the scales."""
+    tree = TensorDict({"q": {"weight": torch.zeros(3)}})
+
+    with pytest.raises(tdf.UnsupportedError, match="'q.weight' has codes, .*numbers only together with their scale"):
+        tree.load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{}, {"k.weight_scale": torch.ones(())}, {"q.bias": torch.ones(3)}],
+    ids=["no scale", "of another layer", "a bias"],
+)
+def test_numbers_of_8_bits_are_cast(others):
+    """As by torch: nothing says that they are codes."""
+    tree = TensorDict({"q": {"weight": torch.zeros(3)}})
+
+    found = tree.load_state_dict({"q.weight": FP8, **others}, strict=False)
+
+    assert found["q", "weight"].tolist() == [448.0, 1.0, -2.0]
+
+
+def test_codes_are_kept_with_assign():
+    """They are not cast."""
+    tree = TensorDict({"q": {"weight": torch.zeros(3)}})
+
+    found = tree.load_state_dict(CODES["DeepSeek"], strict=False, assign=True)
+
+    assert found["q", "weight"].dtype is torch.float8_e4m3fn
+
+
 # -- pandas -----------------------------------------------------------------------------------------------------
 
 
