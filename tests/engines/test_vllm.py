@@ -54,15 +54,28 @@ def prompts(seed=0):
 
 
 def test_greedy_is_that_of_transformers(wrapper, model):
-    """Before any change, and after pushes of other weights and back."""
+    """Before any change, and after pushes of other tests and back."""
     check_equal(wrapper, model, prompts(), eos_token_ids=1)
-    for seed in (1, 2):
-        other = make_model(seed)
-        done = wrapper.push(causal_lm(other)[1], version=seed)
-        assert done.difference < CLOSE
-        assert wrapper.version == str(seed)
-        check_equal(wrapper, other, prompts(), eos_token_ids=1)
-        assert {each.version for each in wrapper.generate_tokens(prompts(), FOUR)} == {str(seed)}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_greedy_is_that_of_the_pushed_weights(wrapper, version):
+    """The engine is the model that was pushed last."""
+    other = make_model(version)
+
+    done = wrapper.push(causal_lm(other)[1], version=version)
+
+    assert done.difference < CLOSE
+    check_equal(wrapper, other, prompts(), eos_token_ids=1)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_push_sets_the_version(wrapper, version):
+    """The wrapper and each response have it."""
+    wrapper.push(causal_lm(make_model(version))[1], version=version)
+
+    assert wrapper.version == str(version)
+    assert {each.version for each in wrapper.generate_tokens(prompts(), FOUR)} == {str(version)}
 
 
 def test_trees_of_modules_are_pushed(wrapper, model):
@@ -96,42 +109,94 @@ def test_results_are_trees(wrapper, model):
     assert compare(own.log_probs, out["log_probs"].full, own.mask)["ratio"] <= 1.0001
 
 
+TWELVE = GenerationOptions.parse({"max_new_tokens": 12, "temperature": 1.0})
+COLDER = GenerationOptions.parse({"max_new_tokens": 12, "temperature": 0.5, "top_k": 4})
+
+
+def keys_of(number):
+    """A key for each prompt."""
+    return tdf.random.split(tdf.random.key(number), len(LENGTHS))
+
+
 def test_draws_follow_the_key(wrapper):
-    """The same key gives the same response in another batch; at temperature 1 the behaviour is the raw log-prob."""
-    options = GenerationOptions.parse({"max_new_tokens": 12, "temperature": 1.0})
-    keys = tdf.random.split(tdf.random.key(4), len(LENGTHS))
+    """The same key gives the same response in another batch."""
+    keys = keys_of(4)
     rows = prompts()
-    together = wrapper.generate_tokens(rows, options, keys=keys)
-    for i in (3, 0, 2, 1):
-        (alone,) = wrapper.generate_tokens([rows[i]], options, keys=keys[i : i + 1])
-        assert torch.equal(alone.tokens, together[i].tokens)
-        assert torch.equal(together[i].behaviour, together[i].log_probs)
-    other = wrapper.generate_tokens(rows, options, keys=tdf.random.split(tdf.random.key(5), len(LENGTHS)))
-    assert any(not torch.equal(a.tokens, b.tokens) for a, b in zip(together, other, strict=True))
-    colder = GenerationOptions.parse({"max_new_tokens": 12, "temperature": 0.5, "top_k": 4})
-    (made,) = wrapper.generate_tokens(rows[:1], colder, keys=keys[:1])
+    together = wrapper.generate_tokens(rows, TWELVE, keys=keys)
+
+    # In another order than that of the batch.
+    alone = {i: wrapper.generate_tokens([rows[i]], TWELVE, keys=keys[i : i + 1]) for i in (3, 0, 2, 1)}
+
+    assert {i: made[0].tokens.tolist() for i, made in alone.items()} == {
+        i: made.tokens.tolist() for i, made in enumerate(together)
+    }
+    assert [len(made) for made in alone.values()] == [1] * len(LENGTHS)
+
+
+def test_other_keys_give_other_draws(wrapper):
+    """At least one of the responses differs."""
+    first, other = (wrapper.generate_tokens(prompts(), TWELVE, keys=keys_of(number)) for number in (4, 5))
+
+    assert [made.tokens.tolist() for made in first] != [made.tokens.tolist() for made in other]
+
+
+def test_the_behaviour_at_temperature_1_is_the_raw_log_prob(wrapper):
+    """To the last bit."""
+    made = wrapper.generate_tokens(prompts(), TWELVE, keys=keys_of(4))
+
+    assert [each.behaviour.tolist() for each in made] == [each.log_probs.tolist() for each in made]
+
+
+def test_colder_draws_have_raw_log_probs_and_no_behaviour(wrapper):
+    """The log-probs are those of the scorer."""
+    row = prompts()[0]
+
+    (made,) = wrapper.generate_tokens([row], COLDER, keys=keys_of(4)[:1])
+
     assert made.behaviour is None
-    torch.testing.assert_close(
-        wrapper.score_tokens([torch.cat([rows[0], made.tokens])])[0][1:], made.log_probs, rtol=0, atol=CLOSE
-    )
+    (scores,) = wrapper.score_tokens([torch.cat([row, made.tokens])])
+    torch.testing.assert_close(scores[1:], made.log_probs, rtol=0, atol=CLOSE)
 
 
-def test_ends_of_responses(wrapper, model):
-    """Nothing new, a stop token, a stop sequence, several samples."""
+def test_no_new_tokens(wrapper):
+    """Only the prompt has log-probs."""
     row = prompts()[1]
     nothing = GenerationOptions.parse({"max_new_tokens": 0})
+
     (made,) = wrapper.generate_tokens([row], nothing, prompt_log_probs=True)
-    assert made.tokens.shape == made.log_probs.shape == (0,)
+
+    assert made.tokens.shape == (0,)
+    assert made.log_probs.shape == (0,)
     assert made.prompt_log_probs.shape == row.shape
+
+
+def test_a_stop_token_ends_a_response(wrapper, model):
+    """It is the last token of the response."""
+    row = prompts()[1]
     plain = model.generate(row[None], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 7:]
     options = GenerationOptions.parse({"max_new_tokens": 8, "stop_token_ids": int(plain[3])})
+
     (made,) = wrapper.generate_tokens([row], options)
+
     first = plain.tolist().index(int(plain[3]))
     assert made.tokens.tolist() == plain[: first + 1].tolist()
     assert made.finish_reason == "stop"
+
+
+def test_several_samples_of_a_prompt(wrapper):
+    """Each prompt has as many responses."""
+    row = prompts()[1]
     several = GenerationOptions.parse({"max_new_tokens": 8, "temperature": 1.0, "n": 3})
+
     made = wrapper.generate_tokens([row, row[:2]], several, keys=tdf.random.split(tdf.random.key(0), 6))
+
     assert len(made) == 6
+
+
+def test_beam_search_is_refused(wrapper):
+    """The engine has none."""
+    row = prompts()[1]
+
     with pytest.raises(UnsupportedError, match="beam search is not supported"):
         wrapper.generate_tokens([row], GenerationOptions.parse({"max_new_tokens": 2, "num_beams": 2}))
 
@@ -191,10 +256,18 @@ def test_faulty_pushes_are_caught(wrapper, seed):
     check_equal(wrapper, good, prompts(), eos_token_ids=1)
 
 
-def test_names_are_checked(wrapper, model):
+MISNAMED = {
+    "a leaf is missing": lambda params: params.delete(("model", "norm", "weight")),
+    "a leaf of another model": lambda params: params.set("other", torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("name", MISNAMED)
+def test_names_are_checked(wrapper, model, name):
     """A tree that lacks a leaf, or has another model's, is refused before the engine sees it."""
-    params = causal_lm(model)[1]
-    for tree in (params.delete(("model", "norm", "weight")), params.set("other", torch.ones(1))):
-        with pytest.raises(TreeStructureError, match="nothing was sent"):
-            wrapper.push(tree, version="x")
+    tree = MISNAMED[name](causal_lm(model)[1])
+
+    with pytest.raises(TreeStructureError, match="nothing was sent"):
+        wrapper.push(tree, version="x")
+
     assert wrapper.version == "first"

@@ -115,12 +115,17 @@ def trainer(address, tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(300)
-def test_pushes_into_a_server(trainer):
-    """Two pushes, proven by one prompt and by every id: each time the server is the model that was pushed."""
-    for seed, proof in ((5, "prompt"), (6, "full")):
-        done = trainer.push(other := make_model(seed), version=seed, proof=proof, tolerance=CLOSE)
-        assert done.unread == (None if proof == "prompt" else {})
-        check_equal(trainer.wrapper, other, rows())
+@pytest.mark.parametrize(
+    ("version", "proof", "unread"), [(5, "prompt", None), (6, "full", {})], ids=["one prompt", "every id"]
+)
+def test_pushes_into_a_server(trainer, version, proof, unread):
+    """Proven by one prompt or by every id: the server is the model that was pushed."""
+    other = make_model(version)
+
+    done = trainer.push(other, version=version, proof=proof, tolerance=CLOSE)
+
+    assert done.unread == unread
+    check_equal(trainer.wrapper, other, rows())
 
 
 def torn(place):

@@ -193,22 +193,45 @@ CHAT = [
 ]
 
 
+def generated_text(template, row):
+    """The text of the tokens that a row trains."""
+    return template.tokenizer.decode([i for i, own in zip(row.ids, row.generated, strict=True) if own])
+
+
 def test_rows_where_thinking_is_dropped():
-    """Each reply stands once, behind the prompt that the template renders for it."""
+    """Each reply stands once, with its thinking, in a row that ends with it."""
     template, history = make_template("qwen"), History.from_chats(CHAT)
 
     rows = to_training_rows(template, history)
 
-    assert is_append_only(template, history) is False
     assert [row.replies for row in rows] == [(1,), (3,)]
-    decode = template.tokenizer.decode
-    texts = [decode([i for i, own in zip(row.ids, row.generated, strict=True) if own]) for row in rows]
-    assert texts == ["<think>\nhm\n</think>\n\nb<|im_end|>", "<think>\nso\n</think>\n\nd<|im_end|>"]
-    prompt = qwen.render(history[:3], add_generation_prompt=True)
-    assert decode(rows[1].ids).startswith(prompt)
     assert [len(row.history.tolist()) for row in rows] == [2, 4]
-    (row,) = to_training_rows(template, history[:3])
-    assert is_append_only(template, history[:3]) is False
+    assert [generated_text(template, row) for row in rows] == [
+        "<think>\nhm\n</think>\n\nb<|im_end|>",
+        "<think>\nso\n</think>\n\nd<|im_end|>",
+    ]
+
+
+def test_a_row_begins_with_the_prompt_of_its_reply():
+    """As the template renders it, without the thinking of earlier turns."""
+    template, history = make_template("qwen"), History.from_chats(CHAT)
+
+    last = to_training_rows(template, history)[-1]
+
+    prompt = qwen.render(history[:3], add_generation_prompt=True)
+    assert template.tokenizer.decode(last.ids).startswith(prompt)
+
+
+@pytest.mark.parametrize("length", [3, 4])
+def test_a_template_that_drops_thinking_does_not_only_append(length):
+    """Whether the conversation ends with a question or a reply."""
+    assert is_append_only(make_template("qwen"), History.from_chats(CHAT)[:length]) is False
+
+
+def test_a_question_at_the_end_has_no_row():
+    """Only the reply before it is trained."""
+    (row,) = to_training_rows(make_template("qwen"), History.from_chats(CHAT)[:3])
+
     assert row.replies == (1,)
 
 
@@ -222,7 +245,12 @@ def test_one_row_where_a_template_only_appends():
     assert [[row.replies for row in each] for each in rows] == [[(1, 3)], [()]]
     assert rows[0][0].ids == chat_ids(template, history)[0]
     assert find_mismatch(template, history) == [None, None]
+
+
+def test_a_template_with_a_default_system_message_only_appends():
+    """The message stays at the start."""
     plain = History.from_chats(CHAT[1:]).set("reasoning_content", None)
+
     assert is_append_only(TokenTemplate(make_tokenizer(DEFAULT)), plain)
 
 

@@ -87,16 +87,24 @@ def masks(template, history):
 
 CALLS = {"rows": to_training_rows, "ids": chat_ids, "append": is_append_only, "masks": masks}
 FAMILIES = {"Llama 2": LLAMA2, "Llama 3": LLAMA3, "ChatML": CHATML}
+OPAQUE = {"Phi-3": PHI3, "Falcon": FALCON, "Qwen3": THINKS, **FAMILIES, **COUNTING}
 APPENDERS = [(name, "turns") for name in [*APPENDING, *FAMILIES]] + [
     (name, "agent") for name in APPENDING if SOURCES[name][2]
 ]
+
+
+def named_template(name):
+    """A template of this file, or of the tests of exact conversations."""
+    if name in OPAQUE:
+        return TokenTemplate(make_tokenizer(OPAQUE[name]))
+    return make_template(name)
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("name", "kind"), APPENDERS)
 def test_renders_are_linear(call, name, kind, rendered):
     """Four times the turns: at most 4.5 times the characters."""
-    template = TokenTemplate(make_tokenizer(FAMILIES[name])) if name in FAMILIES else make_template(name)
+    template = named_template(name)
     make = {"turns": turns, "agent": agent}[kind]
     sizes = []
     for n in (30, 120):
@@ -126,16 +134,13 @@ def result(call, template, history):
     return (found["input_ids"].tolist(), found["assistant_masks"].tolist()) if call == "masks" else found
 
 
-OPAQUE = {"Phi-3": PHI3, "Falcon": FALCON, "Qwen3": THINKS, **FAMILIES, **COUNTING}
-
-
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", [*SOURCES, *OPAQUE])
 @pytest.mark.parametrize("make", [turns, agent])
 @pytest.mark.parametrize("n", [5, 8, 17])
 def test_windows_are_complete_renders(call, name, make, n, monkeypatch):
     """Results are the same, also for templates that count messages, and for those that refuse the conversation."""
-    template = TokenTemplate(make_tokenizer(OPAQUE[name])) if name in OPAQUE else make_template(name)
+    template = named_template(name)
     history = History.from_chats(make(n))
 
     assert result(call, template, history) == complete(call, template, history, monkeypatch)

@@ -27,13 +27,20 @@ def drop_empty(chat):
 
 @given(st.lists(messages(), max_size=4))
 def test_from_chats_and_tolist_are_inverse(chats):
-    """Dicts come back as they were, arguments in the form in which they came; a list of chats is always ragged."""
+    """Dicts come back as they were, arguments in the form in which they came."""
     history = History.from_chats(chats)
 
-    if chats:
-        assert [isinstance(history, each) for each in (History, LazyStack)] == [True, True]
     assert history.tolist() == [drop_empty(chat) for chat in chats]
     assert (History.from_chats(history.to_chats()) == history).all()
+
+
+@given(st.lists(messages(), min_size=1, max_size=4))
+def test_a_list_of_chats_is_always_ragged(chats):
+    """Also when all chats have one length."""
+    history = History.from_chats(chats)
+
+    assert isinstance(history, History)
+    assert isinstance(history, LazyStack)
 
 
 @given(messages(), messages())
@@ -78,23 +85,48 @@ def test_messages_of(name):
     assert made().tolist() == expected
 
 
-def test_dense_histories_stay_dense():
-    """One tree stays one tree, with its names and device, whether or not fields are in both parts."""
+@pytest.fixture
+def dense():
+    """Two questions as one tree, with names of dimensions and a device."""
     dims = {"names": ["chat", "message"], "device": "cpu"}
-    history = History(role=[["user"], ["user"]], content=[["a"], ["b"]], batch_size=[2, 1], **dims)
-    replies = History(role="assistant", tool_calls=[[CALL], None], content=[None, "b"], batch_size=[2])
+    return History(role=[["user"], ["user"]], content=[["a"], ["b"]], batch_size=[2, 1], **dims)
 
-    longer = history.append(replies)
+
+@pytest.fixture
+def replies():
+    """A reply for each question: a call, and a text."""
+    return History(role="assistant", tool_calls=[[CALL], None], content=[None, "b"], batch_size=[2])
+
+
+def test_dense_histories_stay_dense(dense, replies):
+    """One tree stays one tree, with its names and device."""
+    longer = dense.append(replies)
 
     assert type(longer) is History
     assert longer.batch_size == (2, 2)
-    assert longer.flatten().role == ["user", "assistant"] * 2
-    assert history.extend(history, dim=0).batch_size == (4, 1)
-    assert history[:1].append(replies[:1]).tolist() == longer[:1].tolist()
-    assert longer.tolist()[0][1] == {"role": "assistant", "tool_calls": [CALL]}
-    assert longer.tolist()[1] == [{"role": "user", "content": "b"}, {"role": "assistant", "content": "b"}]
     assert longer.names == ["chat", "message"]
     assert longer.device == torch.device("cpu")
+
+
+def test_dense_histories_have_the_messages_of_both_parts(dense, replies):
+    """Whether or not fields are in both."""
+    longer = dense.append(replies)
+
+    assert longer.flatten().role == ["user", "assistant"] * 2
+    assert longer.tolist() == [
+        [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [CALL]}],
+        [{"role": "user", "content": "b"}, {"role": "assistant", "content": "b"}],
+    ]
+
+
+def test_a_part_of_a_dense_history_is_appended_alone(dense, replies):
+    """A slice of the result is the result of slices."""
+    assert dense[:1].append(replies[:1]).tolist() == dense.append(replies)[:1].tolist()
+
+
+def test_dense_histories_are_extended_along_chats(dense):
+    """The dimension of messages keeps its size."""
+    assert dense.extend(dense, dim=0).batch_size == (4, 1)
 
 
 @pytest.mark.parametrize(
@@ -106,89 +138,190 @@ def test_dense_histories_stay_dense():
     ],
 )
 def test_lists_are_values_of_messages_or_rows(values, read):
-    """A list of lists (or None) is a value for each message; a list of calls is one value."""
-    assert History(role="assistant", tool_calls=[CALL]).tool_calls == [CALL]
-    rows = History(role=["user", "assistant"], tool_calls=[None, [CALL]], token_ids=[[1], [2, 3]], batch_size=[2])
-    assert rows.tool_calls == [None, [CALL]]
-    assert rows[1].token_ids == [2, 3]
-    assert History(role="user", token_ids=[5, 6]).token_ids == [5, 6]
-    # Of two dimensions, against one value for all: a list of other lengths or depths.
+    """Of two dimensions: a list of other lengths or depths is one value for all."""
     assert History(role="user", token_ids=values, batch_size=[2, 2]).token_ids == read
 
 
-def test_content_base_becomes_parts():
-    """Typed parts, alone, in lists and along a batch, are kept as OpenAI's dicts."""
-    text, image = ContentBase(type="text", text="x"), ContentBase(type="image_url", url="u")
-    parts = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "u"}}]
+def test_a_list_is_one_value_of_one_message():
+    """A list of calls, or of ids."""
+    assert History(role="assistant", tool_calls=[CALL]).tool_calls == [CALL]
+    assert History(role="user", token_ids=[5, 6]).token_ids == [5, 6]
 
-    assert History(role="user", content=text).content == History(role="user", content=parts[0]).content == parts[:1]
-    assert History(role="user", content=[text, image]).content == parts
-    assert History(role="user", content=torch.stack([text, text])).content == parts[:1] * 2
-    mixed = History(role="user", content=["plain", [text, image]], batch_size=[2])
-    assert mixed.content == ["plain", parts]
-    assert History.from_chats([{"role": "user", "content": parts}]).content == [parts]
+
+def test_a_list_of_lists_or_none_is_a_value_for_each_message():
+    """Each message has its own."""
+    rows = History(role=["user", "assistant"], tool_calls=[None, [CALL]], token_ids=[[1], [2, 3]], batch_size=[2])
+
+    assert rows.tool_calls == [None, [CALL]]
+    assert rows[1].token_ids == [2, 3]
+
+
+TEXT, IMAGE = ContentBase(type="text", text="x"), ContentBase(type="image_url", url="u")
+PARTS = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "u"}}]
+
+
+@pytest.mark.parametrize(
+    ("content", "kept"),
+    [
+        pytest.param(TEXT, PARTS[:1], id="a part"),
+        pytest.param(PARTS[0], PARTS[:1], id="a dict"),
+        pytest.param([TEXT, IMAGE], PARTS, id="a list"),
+        pytest.param(torch.stack([TEXT, TEXT]), PARTS[:1] * 2, id="a stack"),
+    ],
+)
+def test_content_base_becomes_parts(content, kept):
+    """Typed parts, alone, in lists and stacked, are kept as OpenAI's dicts."""
+    assert History(role="user", content=content).content == kept
+
+
+def test_content_base_along_a_batch():
+    """A text for one message, parts for the other; they come back from dicts."""
+    mixed = History(role="user", content=["plain", [TEXT, IMAGE]], batch_size=[2])
+
+    assert mixed.content == ["plain", PARTS]
     assert (History.from_chats(mixed.tolist()) == mixed).all()
 
 
+def test_parts_of_dicts_are_kept():
+    """Of a conversation in OpenAI's form."""
+    assert History.from_chats([{"role": "user", "content": PARTS}]).content == [PARTS]
+
+
+@pytest.mark.parametrize("shape", [(-1,), ([-1],)], ids=["numbers", "a list"])
+def test_flattening_gives_all_messages_in_order(shape):
+    """Of conversations of different lengths."""
+    flat = [message for chat in RAGGED for message in chat]
+
+    assert History.from_chats(RAGGED).reshape(*shape).tolist() == flat
+
+
 def test_shapes_of_ragged_histories():
-    """Flattening gives all messages in order; other shapes move conversations."""
+    """Other shapes move whole conversations."""
     history = History.from_chats(RAGGED)
 
-    flat = [message for chat in RAGGED for message in chat]
-    assert history.reshape(-1).tolist() == history.reshape([-1]).tolist() == flat
     assert history.reshape(2, 1, -1).tolist() == [[RAGGED[0]], [RAGGED[1]]]
     assert history[1].tolist() == RAGGED[1]
     assert history[:, :1].dense().batch_size == torch.Size([2, 1])
     assert [part.tolist() for part in history.unbind(0)] == RAGGED
+
+
+def test_texts_of_nested_histories_are_parsed():
+    """The nesting of the texts is that of the conversations."""
     nested = History.from_text(chatml.render(NESTED), "chatml_format")
+
     assert nested.tolist() == NESTED.tolist()
     assert nested.batch_size == NESTED.batch_size
 
 
-def test_equality_is_of_messages():
+PLAIN = History(role="assistant", content="x", tool_calls=[CALL])
+SAME = PLAIN.replace(
+    token_ids=[1],
+    is_complete=False,
+    finish_reason="length",
+    content=["", {"type": "text", "text": "x"}],
+    tool_calls=[{**CALL, "function": {"name": "now", "arguments": {}}}],
+)
+
+
+def called(arguments):
+    """The message with a call whose arguments are this text."""
+    return PLAIN.replace(tool_calls=[{"function": {"name": "f", "arguments": arguments}}])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(PLAIN, SAME, id="ids, completeness, reasons and forms do not count"),
+        pytest.param(History(role="a"), History(role="a", content=""), id="an empty content is none"),
+        pytest.param(called("{"), called("{"), id="arguments that are not JSON"),
+        pytest.param(History.from_chats(RAGGED), History.from_chats(RAGGED), id="ragged"),
+        pytest.param(PLAIN.expand(2, 1), lazy_stack([SAME.unsqueeze(0)] * 2), id="dense and ragged"),
+        pytest.param(lazy_stack([SAME.unsqueeze(0)] * 2), PLAIN.expand(2, 1), id="ragged and dense"),
+        pytest.param(SAME.expand(2, 1), lazy_stack([PLAIN.unsqueeze(0)] * 2), id="other forms, dense and ragged"),
+        pytest.param(lazy_stack([PLAIN.unsqueeze(0)] * 2), SAME.expand(2, 1), id="other forms, ragged and dense"),
+    ],
+)
+def test_equality_is_of_messages(first, second):
     """Ids, completeness and reasons do not count, nor the form of a content or of arguments."""
-    plain = History(role="assistant", content="x", tool_calls=[CALL])
-    other = plain.replace(token_ids=[1], is_complete=False, finish_reason="length")
-    other = other.replace(content=["", {"type": "text", "text": "x"}])
-    other = other.replace(tool_calls=[{**CALL, "function": {"name": "now", "arguments": {}}}])
-
-    assert (plain == other).all()
-    assert (History(role="a") == History(role="a", content="")).all()
-    named = plain.replace(name="n")
-    assert not any([(plain == named).all(), (named == plain).all()])
-    first, same, last = (plain.replace(tool_calls=[{"function": {"name": "f", "arguments": text}}]) for text in "{{[")
-    assert [(first == each).all() for each in (same, last)] == [True, False]
-    assert (History.from_chats(RAGGED) == History.from_chats(RAGGED)).all()
-    assert not (History.from_chats(RAGGED) == History.from_chats([RAGGED[0], [{"role": "user", "content": "c"}]])).all()
-    assert (plain == "x") is False
-    for a, b in ((plain, other), (other, plain)):
-        dense, ragged = a.expand(2, 1), lazy_stack([b.unsqueeze(0)] * 2)
-        assert all([(dense == ragged).all(), (ragged == dense).all()])
-    assert len({plain, plain}) == 1
+    assert (first == second).all()
 
 
-@pytest.mark.parametrize("chats", [RAGGED, RAGGED[0], [{"messages": RAGGED[0], "tools": TOOLS}]])
-def test_round_trips(chats, tmp_path):
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(PLAIN, PLAIN.replace(name="n"), id="a name"),
+        pytest.param(PLAIN.replace(name="n"), PLAIN, id="no name"),
+        pytest.param(called("{"), called("["), id="arguments that are not JSON"),
+        pytest.param(
+            History.from_chats(RAGGED),
+            History.from_chats([RAGGED[0], [{"role": "user", "content": "c"}]]),
+            id="one content",
+        ),
+    ],
+)
+def test_other_messages_are_unequal(first, second):
+    """At least one of the messages."""
+    assert not (first == second).all()
+
+
+def test_a_history_is_not_equal_to_a_text():
+    """There is one answer, not one for each message."""
+    assert (PLAIN == "x") is False
+
+
+def test_a_history_is_hashed_by_its_identity():
+    """It is in a set once."""
+    assert len({PLAIN, PLAIN}) == 1
+
+
+def with_reply(history):
+    """Each conversation with a reply that has calls and ids."""
+    reply = History(role="assistant", tool_calls=[CALL], token_ids=[1, 2], is_complete=False)
+    return history.append(lazy_stack([reply] * len(history)))
+
+
+def by_file(history, folder):
+    """The history through a file of safetensors."""
+    tdf.save(history, folder / "h.safetensors")
+    return tdf.load(folder / "h.safetensors")
+
+
+def by_map(load):
+    """The history through a mapped folder, which `load` reads."""
+
+    def back(history, folder):
+        history.memmap(folder / "mapped")
+        return load(folder / "mapped")
+
+    return back
+
+
+WAYS = {
+    "a file": by_file,
+    "a mapped folder": by_map(tdf.load),
+    "a mapped folder of its class": by_map(History.load_memmap),
+    "pickle": lambda history, _: pickle.loads(pickle.dumps(history)),
+    "a copy": lambda history, _: copy.deepcopy(history),
+    "JSON": lambda history, _: History.from_chats(json.loads(json.dumps(history.to_chats()))),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "history",
+    [
+        pytest.param(with_reply(History.from_chats(RAGGED)), id="conversations"),
+        pytest.param(History.from_chats(RAGGED[0]), id="one conversation"),
+        pytest.param(with_reply(History.from_chats([{"messages": RAGGED[0], "tools": TOOLS}])), id="tools"),
+    ],
+)
+def test_round_trips(history, way, tmp_path):
     """Files of every format, pickle and copies give the history back."""
-    history = History.from_chats(chats)
-    if history.batch_dims > 1:
-        reply = History(role="assistant", tool_calls=[CALL], token_ids=[1, 2], is_complete=False)
-        history = history.append(lazy_stack([reply] * len(chats)))
+    back = WAYS[way](history, tmp_path)
 
-    tdf.save(history, tmp_path / "h.safetensors")
-    history.memmap(tmp_path / "mapped")
-
-    for back in (
-        tdf.load(tmp_path / "h.safetensors"),
-        tdf.load(tmp_path / "mapped"),
-        History.load_memmap(tmp_path / "mapped"),
-        pickle.loads(pickle.dumps(history)),
-        copy.deepcopy(history),
-        History.from_chats(json.loads(json.dumps(history.to_chats()))),
-    ):
-        assert isinstance(back, History)
-        assert back.to_chats() == history.to_chats()
-        assert_trees_equal(back, history)
+    assert isinstance(back, History)
+    assert back.to_chats() == history.to_chats()
+    assert_trees_equal(back, history)
 
 
 @given(st.lists(messages(), min_size=1, max_size=3))
@@ -203,24 +336,52 @@ def test_json_lines(tmp_path_factory, chats):
     assert [list(json.loads(line)) for line in path.read_text().splitlines()] == [["messages"]] * len(chats)
 
 
-def test_json_lines_reads_lists_and_skips_empty_lines(tmp_path):
-    """A line may be the list of messages, or have the tools of the conversation, which stay when it grows."""
+@pytest.mark.parametrize(
+    ("text", "chats"),
+    [
+        pytest.param(f"{json.dumps(RAGGED[0])}\n\n{json.dumps({'messages': RAGGED[1]})}\n", RAGGED, id="an empty line"),
+        pytest.param("", [], id="an empty file"),
+    ],
+)
+def test_json_lines_reads_lists_and_skips_empty_lines(text, chats, tmp_path):
+    """A line may be the list of messages."""
     path = tmp_path / "chats.jsonl"
-    path.write_text(f"{json.dumps(RAGGED[0])}\n\n{json.dumps({'messages': RAGGED[1]})}\n")
+    path.write_text(text)
 
-    assert load_jsonl(path).tolist() == RAGGED
-    path.write_text("")
-    assert load_jsonl(path).tolist() == []
+    assert load_jsonl(path).tolist() == chats
+
+
+def test_tools_of_json_lines_stay_when_a_conversation_grows(tmp_path):
+    """A conversation without tools beside it has none."""
+    path = tmp_path / "chats.jsonl"
     save_jsonl(History.from_chats([{"messages": RAGGED[0], "tools": TOOLS}, {"messages": RAGGED[1]}]), path)
+
     longer = load_jsonl(path).append(History(**A, batch_size=[2]))
+
     assert longer.to_chats() == [{"messages": [*RAGGED[0], A], "tools": TOOLS}, [*RAGGED[1], A]]
     assert longer.tolist() == [[*RAGGED[0], A], [*RAGGED[1], A]]
-    for text in ("3", "{}", json.dumps(A), f"[[]]\n{json.dumps(RAGGED)}"):
-        path.write_text(text)
-        with pytest.raises(TypeError, match="conversation 0"):
-            load_jsonl(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["3", "{}", json.dumps(A), f"[[]]\n{json.dumps(RAGGED)}"],
+    ids=["a number", "no messages", "a message", "nested chats"],
+)
+def test_a_line_that_is_not_a_conversation_is_named(text, tmp_path):
+    """By its number."""
+    path = tmp_path / "chats.jsonl"
+    path.write_text(text)
+
+    with pytest.raises(TypeError, match="conversation 0"):
+        load_jsonl(path)
+
+
+def test_what_is_not_json_is_not_saved(tmp_path):
+    """JSON has no NaN."""
+    history = History.from_chats([{**A, "content": [{"type": "x", "x": float("nan")}]}])
+
     with pytest.raises(ValueError, match="JSON compliant"):
-        save_jsonl(History.from_chats([{**A, "content": [{"type": "x", "x": float("nan")}]}]), path)
+        save_jsonl(history, tmp_path / "chats.jsonl")
 
 
 def test_default_spec():

@@ -24,23 +24,50 @@ def make_prompts(rows, width, seed=0, dtype=torch.bool):
     )
 
 
-@given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 999), st.sampled_from([torch.bool, torch.int64]))
-def test_mask_label_is_a_loop_over_positions(rows, width, seed, dtype):
-    """Oracle: lists. Batch size, dtypes, ends of prompts and losses stay; nothing is written; twice is once."""
-    data = make_prompts(rows, width, seed, dtype)
+PROMPTS = st.builds(
+    make_prompts,
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.integers(0, 999),
+    st.sampled_from([torch.bool, torch.int64]),
+)
+
+
+def padded_behind(rows, ends, pad):
+    """The rows as lists, with a pad at each position behind the end of its prompt."""
+    pads = [[pad] * (len(row) - end - 1) for row, end in zip(rows, ends, strict=True)]
+    return [row[: end + 1] + more for row, end, more in zip(rows, ends, pads, strict=True)]
+
+
+@given(PROMPTS)
+def test_mask_label_is_a_loop_over_positions(data):
+    """Oracle: lists. Nothing is written."""
     ends = data.prompt_rindex.tolist()
 
     out = assert_pure(lambda tree: tree.mask_label(pad_token_id=50), data)
 
-    for i, end in enumerate(ends):
-        ids, mask = data.input_ids[i].tolist(), data.attention_mask[i].tolist()
-        assert out.input_ids[i].tolist() == ids[: end + 1] + [50] * (width - end - 1)
-        assert out.attention_mask[i].tolist() == mask[: end + 1] + [0] * (width - end - 1)
+    assert out.input_ids.tolist() == padded_behind(data.input_ids.tolist(), ends, 50)
+    assert out.attention_mask.tolist() == padded_behind(data.attention_mask.tolist(), ends, 0)
+
+
+@given(PROMPTS)
+def test_mask_label_keeps_the_rest(data):
+    """Batch size, dtype of the mask, ends of prompts and losses; labels and logits fit no longer."""
+    out = data.mask_label(pad_token_id=50)
+
     assert out.batch_size == data.batch_size
-    assert out.attention_mask.dtype == dtype
+    assert out.attention_mask.dtype == data.attention_mask.dtype
     assert torch.equal(out.prompt_rindex, data.prompt_rindex)
     assert torch.equal(out.loss, data.loss)
-    assert out.labels is out.logits is None
+    assert out.labels is None
+    assert out.logits is None
+
+
+@given(PROMPTS)
+def test_mask_label_twice_is_once(data):
+    """The prompts stay."""
+    out = data.mask_label(pad_token_id=50)
+
     assert_trees_equal(out.mask_label(pad_token_id=50), out)
 
 

@@ -33,6 +33,14 @@ def rows_of(batch):
     return [ids[mask].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
 
 
+def padded_masks(lengths, side):
+    """The masks of rows of these lengths, padded at this side to the longest."""
+    width = max(lengths)
+    if side == "left":
+        return [[False] * (width - length) + [True] * length for length in lengths]
+    return [[True] * length + [False] * (width - length) for length in lengths]
+
+
 def test_progress_is_shown(capfd):
     """`progress=True` counts records."""
     load_tokens(TOKENIZER, ["a", "b", "c"], progress=True)
@@ -62,25 +70,47 @@ def test_batches_are_the_rows_in_order_or_shuffled(texts, size, start, drop_last
     assert len(data) == len(texts)
     assert data.lengths.tolist() == [len(ids_of(text)) for text in texts]
     assert [rows_of(batch) for batch in batches] == [[ids_of(texts[i]) for i in part] for part in kept]
-    for batch in batches:
-        mask = batch["attention_mask"] if side == "right" else batch["attention_mask"].flip(-1)
-        assert batch["input_ids"].dtype == torch.int64
-        assert torch.equal(mask, mask.sort(dim=-1, descending=True).values)
-        assert bool(mask.any(0).all())
+    assert [batch["attention_mask"].tolist() for batch in batches] == [
+        padded_masks([len(ids_of(texts[i])) for i in part], side) for part in kept
+    ]
+    assert {batch["input_ids"].dtype for batch in batches} <= {torch.int64}
 
 
-def test_files_are_read_by_their_suffix(tmp_path):
+def write_lines(folder):
+    """A file with a text a line."""
+    path = folder / "a.txt"
+    path.write_text("".join(text + "\n" for text in TEXTS))
+    return path
+
+
+def write_objects(folder):
+    """A file of JSON lines, with empty lines between them."""
+    path = folder / "a.jsonl"
+    path.write_text("\n\n".join(json.dumps({"text": text, "n": 1}) for text in TEXTS))
+    return path
+
+
+@pytest.mark.parametrize("write", [write_lines, write_objects])
+def test_files_are_read_by_their_suffix(write, tmp_path):
     """A line of text is a record, also with separators of lines inside; empty lines are texts, but not in JSON."""
-    lines = tmp_path / "a.txt"
-    lines.write_text("".join(text + "\n" for text in TEXTS))
-    objects = tmp_path / "a.jsonl"
-    objects.write_text("\n\n".join(json.dumps({"text": text, "n": 1}) for text in TEXTS))
+    assert [record["text"] for record in read_records(write(tmp_path))] == TEXTS
 
-    assert [record["text"] for record in read_records(lines)] == TEXTS
-    assert [record["text"] for record in read_records(objects)] == TEXTS
-    for source in (lines, str(objects), TEXTS, iter(TEXTS), [{"text": text} for text in TEXTS]):
-        data = load_tokens(TOKENIZER, source)
-        assert rows_of(data.batch(range(5))) == [ids_of(text) for text in TEXTS]
+
+SOURCES = {
+    "a path": write_lines,
+    "a name": lambda folder: str(write_objects(folder)),
+    "a list": lambda _: TEXTS,
+    "an iterator": lambda _: iter(TEXTS),
+    "records": lambda _: [{"text": text} for text in TEXTS],
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_rows_are_those_of_the_tokenizer(name, tmp_path):
+    """From files, lists and iterators."""
+    data = load_tokens(TOKENIZER, SOURCES[name](tmp_path))
+
+    assert rows_of(data.batch(range(5))) == [ids_of(text) for text in TEXTS]
 
 
 def test_parquet_files(tmp_path):
@@ -108,28 +138,53 @@ def test_conversations_have_their_masks():
     assert bool((data[1]["assistant_masks"] == data.batch([1])["assistant_masks"][0]).all())
 
 
-def test_prompts_and_pairs():
-    """Columns of a prompt with a response make the trees of prompts and pairs; long rows are cut."""
-    records = [
-        {"prompt": "the fox ", "chosen": "jumps", "rejected": "is lazy and brown"},
-        {"prompt": "dog", "chosen": "", "rejected": "x" * 600},
-    ]
-    data = load_tokens(TOKENIZER, records, columns=("prompt", "chosen"))
-    expected = tokenize_prompts(TOKENIZER, *[[each[name] for each in records] for name in ("prompt", "chosen")])
+PAIRS = [
+    {"prompt": "the fox ", "chosen": "jumps", "rejected": "is lazy and brown"},
+    {"prompt": "dog", "chosen": "", "rejected": "x" * 600},
+]
+
+
+def test_columns_of_a_prompt_and_a_response_are_prompts():
+    """As the texts of both make them."""
+    data = load_tokens(TOKENIZER, PAIRS, columns=("prompt", "chosen"))
+
+    expected = tokenize_prompts(TOKENIZER, [each["prompt"] for each in PAIRS], [each["chosen"] for each in PAIRS])
     assert_trees_equal(PromptData.from_rows(data.batch([0, 1])), expected)
 
-    pairs = PairwiseDataset.from_dataset(TOKENIZER, records, max_length=6)
-    assert pairs.batch_size == (2,)
-    for name in ("chosen", "rejected"):
-        side = getattr(pairs, f"{name}_data")
-        expected = [(ids_of(record["prompt"]) + ids_of(record[name]))[:6] for record in records]
-        assert rows_of({"input_ids": side.input_ids, "attention_mask": side.attention_mask}) == expected
-        assert side.rewards is None
-    mask = PairwiseDataset.from_dataset(TOKENIZER, records).rejected_data.attention_mask
+
+@pytest.mark.parametrize("name", ["chosen", "rejected"])
+def test_pairs_are_prompts_with_each_response(name):
+    """Long rows are cut."""
+    pairs = PairwiseDataset.from_dataset(TOKENIZER, PAIRS, max_length=6)
+
+    side = getattr(pairs, f"{name}_data")
+    assert rows_of({"input_ids": side.input_ids, "attention_mask": side.attention_mask}) == [
+        (ids_of(record["prompt"]) + ids_of(record[name]))[:6] for record in PAIRS
+    ]
+    assert side.rewards is None
+
+
+def test_pairs_are_cut_to_550_tokens():
+    """The default; shorter rows are padded at the left."""
+    mask = PairwiseDataset.from_dataset(TOKENIZER, PAIRS).rejected_data.attention_mask
+
     assert mask.shape[1] == 550
     assert mask[:, -1].tolist() == [True, True]
-    whole = PairwiseDataset.from_dataset(TOKENIZER, records, prompt=None, max_length=None)
-    assert whole.rejected_data.attention_mask.sum(1).tolist() == [len(ids_of(each["rejected"])) for each in records]
+
+
+def test_pairs_may_be_whole_and_without_a_prompt():
+    """Each row is its response."""
+    pairs = PairwiseDataset.from_dataset(TOKENIZER, PAIRS, prompt=None, max_length=None)
+
+    lengths = pairs.rejected_data.attention_mask.sum(1).tolist()
+    assert lengths == [len(ids_of(each["rejected"])) for each in PAIRS]
+
+
+def test_pairs_are_a_batch():
+    """They split into pairs."""
+    pairs = PairwiseDataset.from_dataset(TOKENIZER, PAIRS, max_length=6)
+
+    assert pairs.batch_size == (2,)
     assert [type(batch) for batch in pairs.split(1)] == [PairwiseDataset] * 2
 
 
@@ -168,43 +223,107 @@ def caches(folder):
     return sorted(Path(folder).glob("*.safetensors"))
 
 
-def test_a_cache_is_made_once_for_each_tokenizer_option_and_data(tmp_path, made):
-    """The same call reads; a change of anything that rows depend on tokenizes again, also back and forth."""
+@pytest.fixture
+def fox(tmp_path):
+    """A file with one line."""
     path = tmp_path / "a.txt"
     path.write_text("the fox\n")
-    other = make_tokenizer()
-    other.add_tokens(["fox"])
-    folder = tmp_path / "cache"
+    return path
 
-    def read(tokenizer=TOKENIZER, source=path, **options):
-        return rows_of(load_tokens(tokenizer, source, cache_dir=folder, **options).batch([0]))
 
-    first = read()
-    assert read() == first == [ids_of("the fox")]
+@pytest.fixture
+def read(tmp_path):
+    """Reads the first row of a source through a cache in a folder, which is its `folder`."""
+
+    def reader(source, tokenizer=TOKENIZER, **options):
+        return rows_of(load_tokens(tokenizer, source, cache_dir=reader.folder, **options).batch([0]))
+
+    reader.folder = tmp_path / "cache"
+    return reader
+
+
+def make_other():
+    """A tokenizer with a token more."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["fox"])
+    return tokenizer
+
+
+def test_the_same_call_reads_the_cache(fox, read, made):
+    """Rows are tokenized once."""
+    assert [read(fox), read(fox)] == [[ids_of("the fox")]] * 2
     assert made == [1]
-    assert read(other) == [other("the fox")["input_ids"]] != first
-    path.write_text("the dog\n")
-    assert read() == [ids_of("the dog")]
-    path.write_text("the fox\n")
-    assert read() == first
-    read(add_special_tokens=False)
-    assert made == [4]
-    assert read(source=["the fox"]) == read(source=iter(["the fox"])) == first
-    assert made == [5]
-    assert len(caches(folder)) == 5
-    for name in ("b.txt", "b.jsonl"):
-        (tmp_path / name).write_text('{"text": "the fox"}\n')
-    assert read(source=tmp_path / "b.txt") == [ids_of('{"text": "the fox"}')]
-    assert read(source=tmp_path / "b.jsonl") == first
+
+
+def test_another_tokenizer_makes_another_cache(fox, read, made):
+    """Rows are those of each."""
+    other = make_other()
+    first = read(fox)
+
+    assert read(fox, other) == [other("the fox")["input_ids"]] != first
+    assert made == [2]
+
+
+def test_a_changed_file_makes_another_cache(fox, read, made):
+    """When the file is as it was, so are the rows, and they are read."""
+    first = read(fox)
+    fox.write_text("the dog\n")
+    changed = read(fox)
+    fox.write_text("the fox\n")
+
+    assert changed == [ids_of("the dog")]
+    assert read(fox) == first
+    assert made == [2]
+
+
+def test_another_option_makes_another_cache(fox, read, made):
+    """Each in its own file."""
+    read(fox)
+    read(fox, add_special_tokens=False)
+
+    assert made == [2]
+    assert len(caches(read.folder)) == 2
+
+
+def test_a_list_and_its_iterator_share_a_cache(fox, read, made):
+    """They are the same data; a file of the same text is not."""
+    found = [read(fox), read(["the fox"]), read(iter(["the fox"]))]
+
+    assert found == [[ids_of("the fox")]] * 3
+    assert made == [2]
+    assert len(caches(read.folder)) == 2
+
+
+def test_a_file_is_cached_with_its_suffix(tmp_path, read):
+    """The same bytes are a text in one file, and JSON in the other."""
+    lines, objects = tmp_path / "b.txt", tmp_path / "b.jsonl"
+    lines.write_text('{"text": "the fox"}\n')
+    objects.write_text('{"text": "the fox"}\n')
+
+    assert read(lines) == [ids_of('{"text": "the fox"}')]
+    assert read(objects) == [ids_of("the fox")]
+
+
+def test_conversations_are_cached_with_their_template(read):
+    """Of one tokenizer, which gets another template."""
+    other, texts = make_other(), []
     for source in (CHATML, ZEPHYR):
         other.chat_template = source
-        options = {"columns": "messages", "chat_template": JinjaTemplate(other)}
-        (row,) = read(source=[{"messages": CHAT}], **options)
-        assert ("<|im_start|>" in TOKENIZER.decode(row)) is (source is CHATML)
-    for record in ({"a": 1, "b": 2}, {"b": 2, "a": 1}):
-        records = [{"messages": CHAT, "tools": [{"type": "function", "function": {"name": "f", "parameters": record}}]}]
-        options = {"columns": "messages", "chat_template": chatml}
-        assert read(source=records, **options) == rows_of(load_tokens(TOKENIZER, records, **options).batch([0]))
+        (row,) = read([{"messages": CHAT}], columns="messages", chat_template=JinjaTemplate(other))
+        texts.append(TOKENIZER.decode(row))
+
+    assert ["<|im_start|>" in text for text in texts] == [True, False]
+
+
+def test_conversations_are_cached_with_the_order_of_their_tools(read):
+    """Templates write keys in their order."""
+    options = {"columns": "messages", "chat_template": chatml}
+    functions = [{"name": "f", "parameters": each} for each in ({"a": 1, "b": 2}, {"b": 2, "a": 1})]
+    sources = [[{"messages": CHAT, "tools": [{"type": "function", "function": each}]}] for each in functions]
+
+    assert [read(each, **options) for each in sources] == [
+        rows_of(load_tokens(TOKENIZER, each, **options).batch([0])) for each in sources
+    ]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "other", "empty"])

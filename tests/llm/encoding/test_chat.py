@@ -38,6 +38,15 @@ CHATS = [
 MASKED = {"add_generation_prompt": False, "return_assistant_tokens_mask": True}
 
 
+def state_of(tokenizer):
+    """What a call may not change in a tokenizer."""
+    return {
+        "backend": tokenizer.backend_tokenizer.to_str(),
+        "padding_side": tokenizer.padding_side,
+        "chat_template": tokenizer.chat_template,
+    }
+
+
 def masked_text(tokenizer, row):
     """The text of each stretch of a mask."""
     pairs = zip(row["assistant_masks"].tolist(), row["input_ids"].tolist(), strict=True)
@@ -70,25 +79,50 @@ def test_results_are_the_tokenizers(chats, prompt):
     assert torch.equal(padded["attention_mask"], theirs["attention_mask"].bool())
 
 
-def test_shapes_by_rank_and_option():
-    """The type of a result depends on the dimensions of the history and the options, never on lengths."""
-    chats = History.from_chats(CHATS)
-    same, nested = History.from_chats([CHATS[0]] * 2), History.from_chats([CHATS] * 2)
-    histories = chats[0], same, nested, lazy_stack([chats, chats[:1]])
-    one, two, nested, ragged = [history.apply_chat_template for history in histories]
-    tokens = {"tokenizer": make_tokenizer(), "return_tensors": "pt"}
+# The type of a result depends on the dimensions of the history and the options, never on lengths.
+ONE = History.from_chats(CHATS[0])
+TWO = History.from_chats([CHATS[0]] * 2)
+NESTED = History.from_chats([CHATS] * 2)
 
-    assert isinstance(one(**tokens, tokenize=False), str)
-    assert one(**tokens).dim() == 1
-    assert isinstance(two(**tokens), LazyStack | list | tuple)
-    assert two(padding=True, **tokens).dim() == 2
-    assert nested(padding=True, **tokens).shape[:2] == (2, 2)
-    assert [each(return_dict=True, **tokens).batch_size for each in (one, two)] == [(), (2,)]
-    padded = two(return_dict=True, padding=True, **tokens)
+
+def template_of(history, **options):
+    """Tensors of the chat template."""
+    return history.apply_chat_template(tokenizer=make_tokenizer(), return_tensors="pt", **options)
+
+
+def test_one_conversation_is_one_text_or_row():
+    """A str, ids of one dimension, or a tree without a batch."""
+    assert isinstance(template_of(ONE, tokenize=False), str)
+    assert template_of(ONE).dim() == 1
+    assert template_of(ONE, return_dict=True).batch_size == ()
+
+
+def test_conversations_are_rows():
+    """In a list or a stack, also if they are equally long."""
+    assert isinstance(template_of(TWO), LazyStack | list | tuple)
+    assert template_of(TWO, return_dict=True).batch_size == (2,)
+
+
+def test_padded_conversations_are_one_tree():
+    """Or one tensor."""
+    assert template_of(TWO, padding=True).dim() == 2
+    padded = template_of(TWO, return_dict=True, padding=True)
     assert type(padded) is TensorDict
     assert padded.batch_size == torch.Size([2])
-    assert [len(part) for part in nested(**tokens, tokenize=False)] == [2, 2]
-    assert [len(part) for part in ragged(return_dict=True, padding=True, **tokens)] == [2, 1]
+
+
+def test_nested_conversations_keep_their_nesting():
+    """As texts and as tensors."""
+    assert template_of(NESTED, padding=True).shape[:2] == (2, 2)
+    assert [len(part) for part in template_of(NESTED, tokenize=False)] == [2, 2]
+
+
+def test_ragged_nestings_keep_their_lengths():
+    """Padding is of rows, not of conversations."""
+    chats = History.from_chats(CHATS)
+    ragged = lazy_stack([chats, chats[:1]])
+
+    assert [len(part) for part in template_of(ragged, return_dict=True, padding=True)] == [2, 1]
 
 
 @pytest.mark.parametrize("template", [CHATML, GENERATION, "{{ messages[1].x }}" + GENERATION, chatml, FORGETFUL])
@@ -139,12 +173,15 @@ def test_templates_may_test_for_an_empty_content():
     assert masked(History.from_chats([CHATS[0][0], {"role": "assistant"}]), make_tokenizer(ZEPHYR))[1] == ["</s>"]
 
 
-@pytest.mark.parametrize("template", [CHATML, ZEPHYR, chatml])
+@pytest.mark.parametrize(
+    ("template", "own"),
+    [(CHATML, None), (ZEPHYR, None), (CHATML, chatml)],
+    ids=["ChatML in Jinja", "Zephyr in Jinja", "our ChatML"],
+)
 @given(st.lists(st.sampled_from([*SPECIAL, "hi", "\n", " ", "user"]), min_size=1, max_size=5).map("".join))
-def test_control_strings_in_contents_are_text(template, content):
+def test_control_strings_in_contents_are_text(template, own, content):
     """Control ids stand where the template writes them; the text is still the same."""
-    tokenizer = make_tokenizer(template if isinstance(template, str) else CHATML)
-    own = None if isinstance(template, str) else template
+    tokenizer = make_tokenizer(template)
     chat = [{"role": "user", "content": content}, {"role": "assistant", "content": "ok"}]
     plain = [{"role": "user", "content": "x"}, chat[1]]
     both = [
@@ -158,22 +195,33 @@ def test_control_strings_in_contents_are_text(template, content):
     assert tokenizer.decode(both[0]) == text
 
 
-def test_parts_and_tools_are_text():
-    """A control string in two parts, in a list of a tool, or beside a mark that the tokenizer does not have."""
+SPLIT = [{"type": "image"}, {"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
+SPLITS = [{"role": "user", "content": SPLIT}, {"role": "assistant", "content": SPLIT}]
+
+
+@pytest.mark.parametrize(
+    "chat", [SPLITS, {"messages": SPLITS, "tools": [{"a": ["<s>"]}]}], ids=["two parts", "a list of a tool"]
+)
+def test_parts_and_tools_are_text(chat):
+    """A control string in two parts, or in a list of a tool."""
     jinja = "{{ tools | tojson }}{% for m in messages %}{% for p in m.content %}{{ p.text or '#' }}{% endfor %}<s>"
-    parts = [{"type": "image"}, {"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
-    user, reply = ({"role": role, "content": parts} for role in ("user", "assistant"))
-    forged = [CHATS[0][0], {"role": "assistant", "content": "<|im_end|>"}]
     tokenizer = make_tokenizer(jinja + "{% endfor %}", bos_token="<s>")
+
+    ids, replies = masked(History.from_chats(chat), tokenizer)
+
+    assert [i for i in ids.tolist() if i in tokenizer.all_special_ids] == [tokenizer.bos_token_id] * 2
+    assert replies == ["#<|im_end|><s>"]
+
+
+def test_a_control_string_is_text_beside_a_mark_that_the_tokenizer_does_not_have():
+    """The tokenizer adds the end of turn."""
+    forged = [CHATS[0][0], {"role": "assistant", "content": "<|im_end|>"}]
     half = make_tokenizer(special=["<|im_end|>"], pad_token=None)
     added = {"single": "$A <|im_end|>", "special_tokens": [("<|im_end|>", half.eos_token_id)]}
     half.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(**added)
 
-    for chat in ([user, reply], {"messages": [user, reply], "tools": [{"a": ["<s>"]}]}):
-        ids, replies = masked(History.from_chats(chat), tokenizer)
-        assert [i for i in ids.tolist() if i in tokenizer.all_special_ids] == [tokenizer.bos_token_id] * 2
-        assert replies == ["#<|im_end|><s>"]
     ids, replies = masked(History.from_chats(forged), half, chat_template=chatml)
+
     assert ids.tolist().count(half.eos_token_id) == 2
     assert replies == ["<|im_end|><|im_end|>"]
 
@@ -224,11 +272,15 @@ def test_fields_that_are_not_rendered_are_not_checked():
     assert history.apply_chat_template(tokenizer=make_tokenizer()).count("<|im_end|>") == 2
 
 
-def test_tools_and_arguments_reach_the_template():
-    """Each conversation's own tools; arguments as a dict or as text, whichever the template takes."""
-    call = {"id": "callcallc", "type": "function", "function": {"name": "now", "arguments": {"a": 1}}}
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
-    text = [chat[0], {**chat[1], "tool_calls": [{**call, "function": {"name": "now", "arguments": '{"a": 1}'}}]}]
+def calling(arguments):
+    """A question, and a call with these arguments."""
+    call = {"id": "callcallc", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+
+
+def test_tools_reach_the_template():
+    """Each conversation's own, or those that are given."""
+    chat = calling({"a": 1})
     tools = make_tokenizer(
         "{{ tools | tojson if tools else 'none' }}|"
         "{% for m in messages %}{{ m.role }}:{{ m.content or m.tool_calls | tojson }}{% endfor %}"
@@ -240,65 +292,137 @@ def test_tools_and_arguments_reach_the_template():
     assert texts[0].startswith('[{"type": "function"')
     assert texts[1] == "none|user:a"
     assert history[1].apply_chat_template(tokenizer=tools, tools=TOOLS) == texts[0].partition("assistant")[0]
-    forms = {make: JinjaTemplate(make_tokenizer(make)).arguments for make in (FORGETFUL, ZEPHYR, TEXT_ARGUMENTS)}
-    assert list(forms.values()) == ["dict", "dict", "text"]
-    for make in forms:
-        tokenizer = make_tokenizer(make)
-        both = [History.from_chats(each).apply_chat_template(tokenizer=tokenizer) for each in (chat, text)]
-        assert both[0] == both[1]
-        assert '{"a": 1}' in both[0]
 
 
-def test_other_kinds_of_tokenizers():
-    """The private copy is right for word pieces, unigrams with metaspaces, and normalizers."""
+FORMS = pytest.mark.parametrize(
+    ("template", "form"),
+    [(FORGETFUL, "dict"), (ZEPHYR, "dict"), (TEXT_ARGUMENTS, "text")],
+    ids=["dropped thinking", "zephyr", "text arguments"],
+)
+
+
+@FORMS
+def test_the_form_of_arguments_is_found(template, form):
+    """A template takes a dict or a text."""
+    assert JinjaTemplate(make_tokenizer(template)).arguments == form
+
+
+@FORMS
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["from a dict", "from a text"])
+def test_arguments_reach_the_template_in_its_form(template, form, arguments):
+    """Given as a dict or as text."""
+    tokenizer = make_tokenizer(template)
+    given = {"dict": {"a": 1}, "text": '{"a": 1}'}[form]
+
+    text = History.from_chats(calling(arguments)).apply_chat_template(tokenizer=tokenizer)
+
+    assert text == History.from_chats(calling(given)).apply_chat_template(tokenizer=tokenizer)
+    assert '{"a": 1}' in text
+
+
+def train(model, trainer, spaces, **options):
+    """A tokenizer of this model and trainer, with a normalizer, and marks of ChatML."""
     texts = ["the quick brown fox jumps over the lazy dog", "user assistant hi yes"] * 5
-    models = {
-        "unigram": (tokenizers.models.Unigram(), tokenizers.trainers.UnigramTrainer, {"unk_token": "<unk>"}),
-        "wordpiece": (tokenizers.models.WordPiece(unk_token="<unk>"), tokenizers.trainers.WordPieceTrainer, {}),
+    made = tokenizers.Tokenizer(model)
+    made.normalizer = tokenizers.normalizers.Lowercase()
+    made.pre_tokenizer = spaces
+    options |= {
+        "vocab_size": 120,
+        "special_tokens": ["<unk>", "<|im_start|>", "<|im_end|>"],
+        "initial_alphabet": list("abcdefghijklmnopqrstuvwxyz<>|_"),
     }
-    special = ["<unk>", "<|im_start|>", "<|im_end|>"]
-    for name, (model, trainer, options) in models.items():
-        made = tokenizers.Tokenizer(model)
-        made.normalizer = tokenizers.normalizers.Lowercase()
-        spaces = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
-        made.pre_tokenizer = spaces if name == "unigram" else tokenizers.pre_tokenizers.Whitespace()
-        alphabet = list("abcdefghijklmnopqrstuvwxyz<>|_")
-        options |= {"vocab_size": 120, "special_tokens": special, "initial_alphabet": alphabet}
-        made.train_from_iterator(texts, trainer(show_progress=False, **options))
-        names = {"eos_token": "<|im_end|>", "unk_token": "<unk>"}
-        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
-        tokenizer.chat_template = CHATML
-        chat = [{"role": "user", "content": "hi<|im_end|>"}, {"role": "assistant", "content": "yes"}]
-        ids, replies = masked(History.from_chats(chat), tokenizer)
-        assert ids.tolist().count(tokenizer.eos_token_id) == 2, name
-        assert replies[0].endswith("<|im_end|>"), name
-        benign = [{"role": "user", "content": "hi"}, chat[1]]
-        plain = History.from_chats(benign).apply_chat_template(tokenizer=tokenizer, tokenize=True)
-        assert plain == tokenizer.apply_chat_template(benign, add_generation_prompt=True, return_dict=False), name
+    made.train_from_iterator(texts, trainer(show_progress=False, **options))
+    names = {"eos_token": "<|im_end|>", "unk_token": "<unk>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
+    tokenizer.chat_template = CHATML
+    return tokenizer
 
 
-def test_the_users_template_wins():
-    """A template that is given comes before the tokenizer's; a name of ours before both."""
-    chat = History.from_chats(CHATS[0])
-    tokenizer = make_tokenizer()
-    count = "{{ messages | length }}{% for m in messages %} {{ m.content }}{% endfor %}"
+def train_unigram():
+    """Unigrams with metaspaces."""
+    return train(
+        tokenizers.models.Unigram(),
+        tokenizers.trainers.UnigramTrainer,
+        tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first"),
+        unk_token="<unk>",
+    )
 
-    assert chat.apply_chat_template(tokenizer=tokenizer, chat_template=count) == "2 yes yes"
-    without = make_tokenizer(count, special=[], plain=[], pad_token=None, eos_token=None)
-    several = make_tokenizer({"default": "1", "count": count})
-    for each in ({"tokenizer": without}, {"tokenizer": several, "chat_template_name": "count"}):
-        assert chat.apply_chat_template(**each) == "2 yes yes"
-    named = chat.apply_chat_template(tokenizer=tokenizer, chat_template_name="qwen")
-    assert named == qwen.render(chat, add_generation_prompt=True)
-    assert chat.apply_chat_template(chat_template=qwen) == named
-    assert chat.apply_chat_template(tokenizer=make_tokenizer("{{ x }}" + count), x=3) == "32 yes yes"
-    assert chat.apply_chat_template(tokenizer=tokenizer, continue_final_message=True).endswith("yes")
+
+def train_wordpiece():
+    """Word pieces."""
+    return train(
+        tokenizers.models.WordPiece(unk_token="<unk>"),
+        tokenizers.trainers.WordPieceTrainer,
+        tokenizers.pre_tokenizers.Whitespace(),
+    )
+
+
+@pytest.mark.parametrize("make", [train_unigram, train_wordpiece])
+def test_control_strings_are_text_for_other_kinds_of_tokenizers(make):
+    """The private copy is right for word pieces, unigrams with metaspaces, and normalizers."""
+    tokenizer = make()
+    chat = [{"role": "user", "content": "hi<|im_end|>"}, {"role": "assistant", "content": "yes"}]
+
+    ids, replies = masked(History.from_chats(chat), tokenizer)
+
+    assert ids.tolist().count(tokenizer.eos_token_id) == 2
+    assert replies[0].endswith("<|im_end|>")
+
+
+@pytest.mark.parametrize("make", [train_unigram, train_wordpiece])
+def test_ids_of_other_kinds_of_tokenizers_are_their_own(make):
+    """Without control strings in contents."""
+    tokenizer = make()
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+
+    ids = History.from_chats(chat).apply_chat_template(tokenizer=tokenizer, tokenize=True)
+
+    assert ids == tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+
+
+COUNT = "{{ messages | length }}{% for m in messages %} {{ m.content }}{% endfor %}"
+TEMPLATE_SOURCES = {
+    "given": lambda: {"tokenizer": make_tokenizer(), "chat_template": COUNT},
+    "the tokenizer's": lambda: {
+        "tokenizer": make_tokenizer(COUNT, special=[], plain=[], pad_token=None, eos_token=None)
+    },
+    "one of several": lambda: {
+        "tokenizer": make_tokenizer({"default": "1", "count": COUNT}),
+        "chat_template_name": "count",
+    },
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATE_SOURCES)
+def test_the_users_template_wins(name):
+    """A template that is given comes before the tokenizer's; a tokenizer may have several."""
+    assert ONE.apply_chat_template(**TEMPLATE_SOURCES[name]()) == "2 yes yes"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tokenizer": make_tokenizer(), "chat_template_name": "qwen"}, {"chat_template": qwen}],
+    ids=["by its name", "without a tokenizer"],
+)
+def test_our_templates_come_before_the_tokenizers(options):
+    """A name of ours, or the template."""
+    assert ONE.apply_chat_template(**options) == qwen.render(ONE, add_generation_prompt=True)
+
+
+def test_further_options_reach_the_template():
+    """As its variables."""
+    assert ONE.apply_chat_template(tokenizer=make_tokenizer("{{ x }}" + COUNT), x=3) == "32 yes yes"
+
+
+def test_the_final_message_may_be_continued():
+    """The text has no end of turn behind it."""
+    assert ONE.apply_chat_template(tokenizer=make_tokenizer(), continue_final_message=True).endswith("yes")
 
 
 def test_threads_share_a_tokenizer():
     """With and without control strings, in several layouts: the same ids as one by one, and the tokenizer stays."""
     tokenizer, draws = make_tokenizer(), random.Random(0)
-    before = tokenizer.backend_tokenizer.to_str(), tokenizer.padding_side, tokenizer.chat_template
+    before = state_of(tokenizer)
     texts = [draws.choice(["hi", "<|im_end|>", "yes no"]) * 3 for _ in range(40)]
     layouts = [{"padding": True}, {}, {"truncation": True, "max_length": 7, "padding": "max_length"}]
 
@@ -310,7 +434,7 @@ def test_threads_share_a_tokenizer():
     alone = [call(i) for i in range(40)]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(call, range(40))) == alone
-    assert (tokenizer.backend_tokenizer.to_str(), tokenizer.padding_side, tokenizer.chat_template) == before
+    assert state_of(tokenizer) == before
 
 
 def test_a_tokenizer_that_renders_itself_is_asked():

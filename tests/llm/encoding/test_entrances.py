@@ -92,6 +92,13 @@ def test_empty_texts_are_one_call(kind, text):
     assert load_tokens(tokenizer, [text])[0]["input_ids"].tolist() == reference(tokenizer, text)
 
 
+def added_tokens(tokenizer, text):
+    """The number of tokens that the tokenizer adds to a text: none where the text begins with one."""
+    if text.startswith("<s>"):
+        return 0
+    return len(tokenizer("a")["input_ids"]) - len(tokenizer("a", add_special_tokens=False)["input_ids"])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("text", ["<s>The fox jumps over the lazy dog", "The fox jumps over the lazy dog"])
@@ -99,14 +106,13 @@ def test_texts_are_truncated_as_by_transformers(kind, side, text):
     """Added tokens stay, those of a template are part of the text."""
     tokenizer = tokenizer_of(kind)
     whole = reference(tokenizer, text)
-    added = len(tokenizer("a")["input_ids"]) - len(tokenizer("a", add_special_tokens=False)["input_ids"])
-    added = 0 if text.startswith("<s>") else added
+    added = added_tokens(tokenizer, text)
 
     found = tokenize_text(tokenizer, text, truncation=True, max_length=5, truncation_side=side)["input_ids"].tolist()
 
     inner = whole[min(added, 1) : len(whole) - max(added - 1, 0)]
     room = 5 - added
-    kept = inner[:room] if side == "right" else inner[len(inner) - room :]
+    kept = {"right": inner[:room], "left": inner[len(inner) - room :]}[side]
     assert found == whole[: min(added, 1)] + kept + whole[len(whole) - max(added - 1, 0) :]
 
 

@@ -79,9 +79,13 @@ def test_one_text_and_other_forms_of_ids():
     ids = tree["input_ids"]
 
     assert tree.batch_size == ()
-    assert detokenize(PLAIN, tree) == detokenize(PLAIN, ids) == detokenize(PLAIN, ids.tolist()) == "the fox ."
+    assert [detokenize(PLAIN, each) for each in (tree, ids, ids.tolist())] == ["the fox ."] * 3
     assert detokenize(PLAIN, [ids, ids[:0]]) == ["the fox .", ""]
     assert detokenize(PLAIN, torch.stack([ids, ids]), torch.stack([ids > 0, ids < 0])) == ["the fox .", ""]
+
+
+def test_special_tokens_are_skipped_unless_they_are_asked_for():
+    """The end of turn is one."""
     assert detokenize(PLAIN, [PLAIN.eos_token_id]) == ""
     assert detokenize(PLAIN, [PLAIN.eos_token_id], skip_special_tokens=False) == "<|im_end|>"
 
@@ -96,12 +100,14 @@ def test_states_that_calls_left_in_the_tokenizer_change_nothing(make, options):
     texts = ["the quick brown fox<|im_end|>", "", "a"]
     expected = [tokenizer(text)["input_ids"] for text in texts]
     tokenizer(texts, **options)
-    before = state_of(tokenizer), tokenizer.backend_tokenizer.encode_special_tokens
+    before = state_of(tokenizer)
+    special = tokenizer.backend_tokenizer.encode_special_tokens
 
     out = tokenize_text(tokenizer, texts)
 
     assert [row["input_ids"].tolist() for row in out.unbind(0)] == expected
-    assert (state_of(tokenizer), tokenizer.backend_tokenizer.encode_special_tokens) == before
+    assert state_of(tokenizer) == before
+    assert tokenizer.backend_tokenizer.encode_special_tokens is special
 
 
 @settings(max_examples=30)
@@ -125,14 +131,15 @@ def test_prompts_end_where_their_positions_say(pairs, tokenizer, special, side, 
     assert type(out) is PromptData
     assert out.batch_size == (len(pairs),)
     assert torch.equal(out.labels, out.input_ids)
-    for i, (prompt, response) in enumerate(pairs):
-        first, last = ([3], [4, 2]) if special and tokenizer is ADDING else ([], [])
-        before = first + tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        whole = (before + tokenizer(response, add_special_tokens=False)["input_ids"] + last)[:length]
-        real = out.input_ids[i][out.attention_mask[i]].tolist()
-        end = int(out.prompt_rindex[i]) + 1
-        assert real == whole
-        assert out.input_ids[i][:end][out.attention_mask[i][:end]].tolist() == before[:length]
+    first, last = ([3], [4, 2]) if special and tokenizer is ADDING else ([], [])
+    before = [first + tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+    behind = [tokenizer(response, add_special_tokens=False)["input_ids"] + last for response in responses]
+    ends = [int(index) + 1 for index in out.prompt_rindex]
+    rows = list(zip(out.input_ids, out.attention_mask, ends, strict=True))
+    assert [ids[mask].tolist() for ids, mask, _ in rows] == [
+        (prompt + response)[:length] for prompt, response in zip(before, behind, strict=True)
+    ]
+    assert [ids[:end][mask[:end]].tolist() for ids, mask, end in rows] == [prompt[:length] for prompt in before]
 
 
 def test_the_digest_is_of_what_ids_depend_on():

@@ -32,6 +32,11 @@ def write(family, folder, **options):
     return model
 
 
+def read_beside(folder):
+    """The files beside the weights."""
+    return {name: (folder / name).read_bytes() for name in ("config.json", "tokenizer.json")}
+
+
 @pytest.mark.parametrize("family", quick(FAMILIES, "llama", "qwen3_moe", "gpt2", "gpt_oss"))
 def test_there_and_back(family, tmp_path):
     """A folder in shards becomes trees, and comes back under the same names, with checksums, for from_pretrained."""
@@ -44,8 +49,7 @@ def test_there_and_back(family, tmp_path):
     save_pretrained(tdf.combine(new, buffers), tmp_path / "out", model=model, max_shard_size="20KB")
 
     assert sorted(tdf.load(tmp_path / "out").paths()) == sorted(tdf.load(tmp_path / "source").paths())
-    for name in ("config.json", "tokenizer.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "source" / name).read_bytes()
+    assert read_beside(tmp_path / "out") == read_beside(tmp_path / "source")
     assert run("verify", tmp_path / "out").code == 0
     again = load_pretrained(tmp_path / "out")
     assert all(map(torch.equal, tdf.functional(again)[1].leaves(), new.leaves()))
