@@ -32,8 +32,15 @@ def collections(tree, path=()):
     """Every tree inside `tree`, itself included, with its path: pytree contexts do not compare batch sizes."""
     if hasattr(tree, "batch_size"):
         yield path, tree
-        for key in sorted(tree.keys()):
-            yield from collections(tree[key], (*path, key))
+        children = [(key, tree[key]) for key in sorted(tree.keys())]
+    elif isinstance(tree, dict):
+        children = list(tree.items())
+    elif isinstance(tree, list | tuple):
+        children = list(enumerate(tree))
+    else:
+        children = []
+    for key, child in children:
+        yield from collections(child, (*path, key))
 
 
 def assert_pure(fn, *trees):

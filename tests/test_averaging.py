@@ -168,11 +168,15 @@ def test_cycles_are_those_of_warm_restarts():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 7)
     rate, rates = averaging.cosine_cycles(0.3, 7), averaging.cosine_cycles(torch.tensor([0.3, 0.6]), 7)
-    for step in range(20):
-        assert float(rate(torch.tensor(step))) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-9)
-        assert rates(torch.full((2,), step))[1].item() == pytest.approx(2 * scheduler.get_last_lr()[0], abs=1e-7)
+    torchs = []
+    for _ in range(20):
+        torchs.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
+
+    assert [float(rate(torch.tensor(step))) for step in range(20)] == pytest.approx(torchs, abs=1e-9)
+    second = [rates(torch.full((2,), step))[1].item() for step in range(20)]
+    assert second == pytest.approx([2 * value for value in torchs], abs=1e-7)
 
 
 def test_trees_of_modules_keep_their_kinds_and_ties():

@@ -34,15 +34,22 @@ def test_program_runs(path, tmp_path):
     assert run_program(path, tmp_path).strip()
 
 
-def test_the_page_shows_every_program():
-    """The page links to each program, includes its text and the end of its output, and no other program."""
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_the_page_shows_every_program(path):
+    """The page links to each program, includes its text and the end of its output."""
     page = gallery.PAGE.read_text()
 
-    for path in PROGRAMS:
-        assert f"[{path.name}]({path.name})" in page
-        assert f'--8<-- "docs/examples/{path.name}"' in page
-        assert gallery.block(path.name).search(page)[2].strip(), path.name
-    assert page.count("--8<--") == page.count(" prints: -->") == len(PROGRAMS)
+    assert f"[{path.name}]({path.name})" in page
+    assert f'--8<-- "docs/examples/{path.name}"' in page
+    assert gallery.block(path.name).search(page)[2].strip()
+
+
+def test_the_page_shows_no_other_program():
+    """As many texts and outputs as there are programs."""
+    page = gallery.PAGE.read_text()
+
+    assert page.count("--8<--") == len(PROGRAMS)
+    assert page.count(" prints: -->") == len(PROGRAMS)
 
 
 def test_outputs_on_the_page_are_replaced():

@@ -64,13 +64,19 @@ def _tied(tree):
 
 
 @given(trees())
+def test_a_deleted_entry_is_gone(tree):
+    """The tree without an entry does not contain its key."""
+    assert [key for key in list(tree.keys()) if key in tree.delete(key)] == []
+
+
+@given(trees())
 def test_delete_then_set(tree):
     """Deleting an entry and setting it again changes nothing."""
-    for key in list(tree.keys()):
-        node = tree._get(key)
-        assert key not in tree.delete(key)
-        assume(not tree.ties())
-        assert_trees_equal(tree.delete(key).set(key, node), tree)
+    assume(not tree.ties())
+
+    again = {key: tree.delete(key).set(key, tree._get(key)) for key in list(tree.keys())}
+
+    assert_trees_equal(again, dict.fromkeys(again, tree))
 
 
 @given(trees())
@@ -102,14 +108,15 @@ def test_partition_and_combine(tree, key):
 def test_flatten_keys_and_back(tree):
     """Flat keys split into the tree that they came from."""
     assume(not any("|" in key for path in tree.keys(True) for key in ([path] if isinstance(path, str) else path)))
+    paths = list(tree.keys(True, True))
     back = tree.flatten_keys("|").unflatten_keys("|")
 
-    assert list(back.keys(True, True)) == list(tree.keys(True, True))
+    assert list(back.keys(True, True)) == paths
     assert tied_alike(back, tree)
-    for path in tree.keys(True, True):
-        node = tree[path]
-        assert back[path] is node if isinstance(node, torch.Tensor) else back[path] is not None
-        assert back.kind(path) is tree.kind(path)
+    tensors = [path for path in paths if isinstance(tree[path], torch.Tensor)]
+    assert [path for path in tensors if back[path] is not tree[path]] == []
+    assert [path for path in paths if back[path] is None] == []
+    assert [back.kind(path) for path in paths] == [tree.kind(path) for path in paths]
 
 
 @given(trees(), KEYS)
@@ -148,17 +155,26 @@ def test_equality_sees_one_leaf(pair):
     assert ((tree == other).delete(path).all()) or len(tree._ties) > 0
 
 
+ARITHMETIC = {
+    "add": lambda x: x + 1,
+    "subtract from": lambda x: 2 - x,
+    "multiply": lambda x: x * x,
+    "divide": lambda x: x / 3,
+    "negate": lambda x: -x,
+    "compare": lambda x: x > 0,
+    "power of": lambda x: 2**x,
+}
+
+
 @given(trees(dtypes=FLOATS))
 def test_arithmetic_equals_torch(tree):
     """Arithmetic equals torch's on each leaf, and writes to none."""
-    for fn in (
-        lambda x: x + 1, lambda x: 2 - x, lambda x: x * x, lambda x: x / 3, lambda x: -x, lambda x: x > 0,
-        lambda x: 2**x,
-    ):  # fmt: skip
-        result = assert_pure(fn, tree)
-        for path in tree.paths():
-            assert torch.equal(result[path], fn(tree[path]))
-        assert tied_alike(result, tree)
+    results = {name: assert_pure(fn, tree) for name, fn in ARITHMETIC.items()}
+    cases = [(name, path) for name in results for path in tree.paths()]
+
+    wrong = [(name, path) for name, path in cases if not torch.equal(results[name][path], ARITHMETIC[name](tree[path]))]
+    assert wrong == []
+    assert [name for name, result in results.items() if not tied_alike(result, tree)] == []
 
 
 @given(trees(), st.sampled_from(Kind))
@@ -167,9 +183,14 @@ def test_kinds_follow(tree, kind):
     assume(tree.paths())
     path = tree.paths()[0]
     marked = tree.set(path, tree[path], kind=kind)
+    maps = {
+        "clone": marked.clone(),
+        "apply": marked.apply(lambda x: x),
+        "tree_map": pytree.tree_map(lambda x: x, marked),
+        "detach": marked.detach(),
+    }
 
-    for new in (marked.clone(), marked.apply(lambda x: x), pytree.tree_map(lambda x: x, marked), marked.detach()):
-        assert new.kind(path) is kind
+    assert {name: new.kind(path) for name, new in maps.items()} == dict.fromkeys(maps, kind)
     assert pytree.tree_structure(marked) == pytree.tree_structure(tree)
 
 
@@ -205,11 +226,11 @@ def test_copies_of_any_tree(copier, tree):
 def test_a_row_is_the_row_of_each_leaf(tree, i):
     """An index reaches the same row of every leaf."""
     row = tree[i]
+    pairs = zip(iter_leaves(row), iter_leaves(tree), strict=False)
 
     assert row.batch_size == ()
-    for (path, leaf), (other, whole) in zip(iter_leaves(row), iter_leaves(tree), strict=False):
-        if path == other:
-            assert same_leaf(leaf, whole[i])
+    shared = [(path, leaf, whole) for (path, leaf), (other, whole) in pairs if path == other]
+    assert [path for path, leaf, whole in shared if not same_leaf(leaf, whole[i])] == []
 
 
 @given(any_trees(size=(2, 3)), st.integers(0, 1))
@@ -223,8 +244,7 @@ def test_unbind_and_stack_any_tree(tree, dim):
     assert tied_alike(back, tree)
     assert pytree.tree_structure(back.exclude(*words(tree))) == pytree.tree_structure(tree.exclude(*words(tree)))
     assert back.batch_size == tree.batch_size
-    for path in tree.paths():
-        assert same_leaf(back[path], tree[path])
+    assert [path for path in tree.paths() if not same_leaf(back[path], tree[path])] == []
 
 
 @given(any_trees())
@@ -234,8 +254,7 @@ def test_dicts_and_back(tree):
     back = TensorDict.from_dict(tree.to_dict(), batch_size=tree.batch_size)
 
     assert list(back.keys(True, True)) == list(tree.keys(True, True))
-    for path in tree.paths():
-        assert back[path] is tree[path]
+    assert [path for path in tree.paths() if back[path] is not tree[path]] == []
 
 
 def words(tree):

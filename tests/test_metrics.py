@@ -149,16 +149,17 @@ def test_nan_spreads_to_its_input_only(generator):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int64])
 @pytest.mark.parametrize("place", ["largest", "smallest"])
-def test_weights_at_the_ends_of_their_dtype(dtype, place, generator):
+@pytest.mark.parametrize("form", ["tensor", "list"])
+def test_weights_at_the_ends_of_their_dtype(dtype, place, form, generator):
     """Weights are in any scale: their sum may lie beyond their dtype, and they beyond that of the outputs."""
     y = torch.randn(3, 4, 5, generator=generator)
     info = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype)
-    end = info.max if place == "largest" else getattr(info, "smallest_normal", 1)
+    end = {"largest": info.max, "smallest": getattr(info, "smallest_normal", 1)}[place]
+    weights = {"tensor": torch.full((3,), end, dtype=dtype), "list": [end] * 3}[form]
     t = torch.zeros(4, dtype=torch.int64)
 
-    for weights in (torch.full((3,), end, dtype=dtype), [end] * 3):
-        assert_trees_equal(uncertainty(y, "classification", weights=weights), uncertainty(y, "classification"))
-        assert nll(y, t, weights=weights) == nll(y, t)
+    assert_trees_equal(uncertainty(y, "classification", weights=weights), uncertainty(y, "classification"))
+    assert nll(y, t, weights=weights) == nll(y, t)
 
 
 @given(logits, st.integers(1, 5), st.lists(st.integers(1, 3), max_size=2), st.booleans())
@@ -167,18 +168,19 @@ def test_regression_and_gaussian_by_hand(rng, members, batch, weighted):
     y = rng.normal(size=(members, *batch, 2)) * 3 + 100
     y[..., 1] -= 100
     weights = rng.uniform(0.1, 5, size=members) if weighted else np.ones(members)
-    found = [uncertainty(torch.as_tensor(y), kind, weights=weights.tolist()) for kind in ("regression", "gaussian")]
+    regression = uncertainty(torch.as_tensor(y), "regression", weights=weights.tolist())
+    gaussian = uncertainty(torch.as_tensor(y), "gaussian", weights=weights.tolist())
 
     average = lambda x: torch.as_tensor(np.average(x, axis=0, weights=weights))  # noqa: E731
     mean = average(y)
-    moments = {"mean": mean, "variance": average((y - mean.numpy()) ** 2)}
-    parts = {"aleatoric": average(np.exp(y[..., 1])), "epistemic": moments["variance"][..., 0]}
-    gaussian = {"mean": mean[..., 0], "variance": parts["aleatoric"] + parts["epistemic"], **parts}
-    for tree, expected, size in ((found[0], moments, batch[:1] or [2]), (found[1], gaussian, batch)):
-        assert tree.batch_size == torch.Size(size)
-        assert tree.keys() == expected.keys()
-        for key, value in expected.items():
-            torch.testing.assert_close(tree[key], value, rtol=1e-9, atol=1e-9)
+    variance = average((y - mean.numpy()) ** 2)
+    aleatoric, epistemic = average(np.exp(y[..., 1])), variance[..., 0]
+    parts = {"aleatoric": aleatoric, "epistemic": epistemic}
+    mixture = {"mean": mean[..., 0], "variance": aleatoric + epistemic, **parts}
+    assert regression.batch_size == torch.Size(batch[:1] or [2])
+    assert gaussian.batch_size == torch.Size(batch)
+    torch.testing.assert_close(dict(regression.items()), {"mean": mean, "variance": variance}, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(dict(gaussian.items()), mixture, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

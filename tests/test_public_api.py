@@ -39,22 +39,34 @@ def read_exports(package):
     return exported_names(path.with_suffix(".py").read_text(), is_package=False)
 
 
-def test_docs_list_every_public_name_once():
-    """Each public name is documented on one page, and the pages name nothing else."""
+def documented_symbols():
+    """Symbols of all pages of docs/api but those of methods, as often as they stand there."""
     pages = {*(ROOT / "docs/api").rglob("*.md")} - METHODS
-    symbols = [symbol for page in pages for symbol in listed_symbols(page.read_text())]
+    return [symbol for page in pages for symbol in listed_symbols(page.read_text())]
+
+
+def test_no_public_name_is_documented_twice():
+    """Each public name is documented on one page."""
+    assert [symbol for symbol, count in Counter(documented_symbols()).items() if count > 1] == []
+
+
+def test_docs_list_every_public_name():
+    """The pages of a package list its public names, and nothing else."""
     listed = {"tdfunc": set()}
-    for symbol in symbols:
+    for symbol in documented_symbols():
         package, _, name = symbol.rpartition(".")
         listed.setdefault(package, set()).add(name)
 
+    exported, documented = {}, {}
     for package, names in listed.items():
         # A public module with symbols of its own, such as tdfunc.optim, is listed by them.
         modules = {other.rpartition(".")[2] for other in listed if other.rpartition(".")[0] == package}
         # At the top level a function of such a module may stand too, under the same name.
         aliases = set().union(*[listed[f"{package}.{module}"] for module in modules]) - names
-        assert read_exports(package) - modules - aliases == names - modules, package
-    assert [symbol for symbol, count in Counter(symbols).items() if count > 1] == []
+        exported[package] = read_exports(package) - modules - aliases
+        documented[package] = names - modules
+
+    assert exported == documented
 
 
 def test_one_spelling_of_a_size():
@@ -110,8 +122,16 @@ def test_a_module_shows_its_public_names(name):
 def test_the_package_shows_its_public_names():
     """`dir(tdfunc)` has the public names, and the packages that are imported at their first use."""
     assert set(dir(tdfunc)) == {*read_exports("tdfunc"), "llm", "nn", "sklearn", "spec", "__version__"}
-    for name in ("llm", "nn", "sklearn", "spec"):
-        assert tdfunc.__getattr__(name) is importlib.import_module(f"tdfunc.{name}")
+
+
+@pytest.mark.parametrize("name", ["llm", "nn", "sklearn", "spec"])
+def test_a_package_is_imported_at_its_first_use(name):
+    """The attribute is the package."""
+    assert tdfunc.__getattr__(name) is importlib.import_module(f"tdfunc.{name}")
+
+
+def test_a_name_that_is_not_there_is_refused():
+    """As Python refuses it."""
     with pytest.raises(AttributeError, match="no attribute 'metric'"):
         tdfunc.metric  # noqa: B018
 
@@ -136,13 +156,16 @@ def test_star_imports_of_llm_have_no_submodules():
     assert names.keys() - {"__builtins__"} == {name for name, x in exports.items() if not isinstance(x, type(ast))}
 
 
-def test_one_version():
+@pytest.mark.parametrize(
+    ("path", "pattern"),
+    [
+        ("pyproject.toml", r'^version = "(\S+)"$'),
+        ("CITATION.cff", r"^version: (\S+)$"),
+        ("docs/changelog.md", r"^## (\S+)$"),
+    ],
+)
+def test_one_version(path, pattern):
     """The version of the package stands in its metadata, in the citation, and at the head of the changelog."""
-    for path, pattern in {
-        "pyproject.toml": r'^version = "(\S+)"$',
-        "CITATION.cff": r"^version: (\S+)$",
-        "docs/changelog.md": r"^## (\S+)$",
-    }.items():
-        found = re.search(pattern, (ROOT / path).read_text(), re.MULTILINE)
+    found = re.search(pattern, (ROOT / path).read_text(), re.MULTILINE)
 
-        assert found[1] == tdfunc.__version__, path
+    assert found[1] == tdfunc.__version__

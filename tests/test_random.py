@@ -67,20 +67,30 @@ def unsigned(x):
     return [n & WORD for n in x.flatten().tolist()]
 
 
+SALTS = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
+
+
 @given(seed=SEEDS, data=SEEDS, count=st.integers(0, 9))
-def test_keys_and_bits_are_splitmix(seed, data, count):
-    """Seeds, folded and split keys, and their draws equal the algorithm in Python's integers."""
-    salts = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
-    state, gamma = derive(salts[0], 1, seed, salts[0])
+def test_keys_are_splitmix(seed, data, count):
+    """Seeds, folded and split keys equal the algorithm in Python's integers."""
+    state, gamma = derive(SALTS[0], 1, seed, SALTS[0])
     key = random.key(seed)
+    rows = [derive(state, gamma, i, SALTS[1]) for i in range(count)]
 
     assert tuple(unsigned(key)) == (state, gamma)
-    assert tuple(unsigned(random.fold_in(key, data))) == derive(state, gamma, data, salts[2])
-    for i, row in enumerate(random.split(key, count)):
-        assert tuple(unsigned(row)) == derive(state, gamma, i, salts[1])
-    assert unsigned(random.bits(key, (count,))) == [stafford(state + i * gamma) for i in range(1, count + 1)]
-    words = [n & 0xFFFFFFFF for n in random.bits(key, (count,), dtype=torch.int32).tolist()]
+    assert tuple(unsigned(random.fold_in(key, data))) == derive(state, gamma, data, SALTS[2])
+    assert [tuple(unsigned(row)) for row in random.split(key, count)] == rows
+
+
+@given(seed=SEEDS, count=st.integers(0, 9))
+def test_bits_are_splitmix(seed, count):
+    """The draws of a key equal the algorithm in Python's integers; a draw of 32 bits is half of one."""
+    state, gamma = derive(SALTS[0], 1, seed, SALTS[0])
+    key = random.key(seed)
     whole = unsigned(random.bits(key, (count,)))
+    words = [n & 0xFFFFFFFF for n in random.bits(key, (count,), dtype=torch.int32).tolist()]
+
+    assert whole == [stafford(state + i * gamma) for i in range(1, count + 1)]
     assert words == [half for n in whole for half in (n & 0xFFFFFFFF, n >> 32)][:count]
 
 
@@ -101,10 +111,10 @@ def test_a_trace_draws_by_the_keys_of_each_call(draw):
     drawn = torch.vmap(DRAWS[draw])
     keys = [random.split(random.key(seed), 6) for seed in (3, 4)]
     graph, traced = make_fx(drawn, tracing_mode="fake")(keys[0]), tdf.jit(drawn)
+    expected = [drawn(each) for each in keys]
 
-    for each in keys:
-        assert torch.equal(graph(each), drawn(each))
-        assert torch.equal(traced(each), drawn(each))
+    torch.testing.assert_close([graph(each) for each in keys], expected, rtol=0, atol=0)
+    torch.testing.assert_close([traced(each) for each in keys], expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -173,15 +183,26 @@ CONTINUOUS = {
 }
 
 
-@pytest.mark.parametrize(("draw", "law"), CONTINUOUS.values(), ids=CONTINUOUS)
-def test_continuous_draws_have_their_distribution(draw, law):
-    """Kolmogorov and Smirnov find no difference in 200,000 draws of one key, nor in one draw of 20,000 keys."""
-    one = draw(random.key(11), 200_000)
-    many = torch.vmap(lambda k: draw(k, 1))(random.split(random.key(12), 20_000)).flatten()
-    folded = torch.vmap(lambda k: draw(k, 1))(random.fold_in(random.key(13), torch.arange(20_000))).flatten()
+def draws_of_one_key(draw):
+    """200,000 draws."""
+    return draw(random.key(11), 200_000)
 
-    for drawn in (one, many, folded):
-        assert stats.kstest(drawn.double().numpy(), law.cdf).pvalue > 1e-4
+
+def draws_of_split_keys(draw):
+    """One draw of each of 20,000 keys."""
+    return torch.vmap(lambda k: draw(k, 1))(random.split(random.key(12), 20_000)).flatten()
+
+
+def draws_of_folded_keys(draw):
+    """One draw of each of 20,000 keys."""
+    return torch.vmap(lambda k: draw(k, 1))(random.fold_in(random.key(13), torch.arange(20_000))).flatten()
+
+
+@pytest.mark.parametrize("many", [draws_of_one_key, draws_of_split_keys, draws_of_folded_keys])
+@pytest.mark.parametrize(("draw", "law"), CONTINUOUS.values(), ids=CONTINUOUS)
+def test_continuous_draws_have_their_distribution(draw, law, many):
+    """Kolmogorov and Smirnov find no difference."""
+    assert stats.kstest(many(draw).double().numpy(), law.cdf).pvalue > 1e-4
 
 
 DISCRETE = {
@@ -217,41 +238,63 @@ def test_discrete_draws_have_their_distribution(draw, weights):
     assert stats.chisquare(counts, weights / weights.sum() * counts.sum()).pvalue > 1e-4
 
 
-def test_bernoulli_of_a_number_and_of_a_tensor_agree():
+@pytest.mark.parametrize("p", [0.0, 2.0**-24, 0.25, 0.5, 1 - 2.0**-24, 1.0])
+def test_bernoulli_of_a_number_and_of_a_tensor_agree(p):
     """Both compare the same word with the same bound, at the ends too."""
     key = random.key(2)
 
-    for p in (0.0, 2.0**-24, 0.25, 0.5, 1 - 2.0**-24, 1.0):
-        assert torch.equal(random.bernoulli(key, p, 4001), random.bernoulli(key, torch.full((4001,), p))), p
-    assert random.bernoulli(key, 1.0).tolist() is random.bernoulli(key, torch.tensor(1.0)).tolist() is True
+    assert torch.equal(random.bernoulli(key, p, 4001), random.bernoulli(key, torch.full((4001,), p)))
+
+
+def test_bernoulli_at_the_ends():
+    """What is certain happens, and what is impossible does not."""
+    key = random.key(2)
+
+    assert random.bernoulli(key, 1.0).tolist() is True
+    assert random.bernoulli(key, torch.tensor(1.0)).tolist() is True
     assert random.bernoulli(key, 1.0, 100_000).all()
     assert not random.bernoulli(key, 0.0, 100_000).any()
 
 
+@pytest.mark.parametrize("form", [int, torch.tensor], ids=["number", "tensor"])
 @given(low=st.integers(-(2**63), 2**63 - 2), span=st.integers(1, 2**64 - 1), seed=st.integers(0, 2**32))
-def test_randint_is_the_upper_half_of_a_product(low, span, seed):
+def test_randint_is_the_upper_half_of_a_product(form, low, span, seed):
     """Each integer is low + floor(word * span / 2^64), for every interval of int64."""
     high = min(low + span, 2**63 - 1)
     key = random.key(seed)
 
     expected = [low + (word * (high - low) >> 64) for word in unsigned(random.bits(key, 5))]
-    for least in (low, torch.tensor(low)):
-        assert random.randint(key, 5, least, high).tolist() == expected
+    assert random.randint(key, 5, form(low), high).tolist() == expected
 
 
-def test_randint_of_all_integers():
-    """The whole range of int64, whose span does not fit a word, and of narrow dtypes; by tensors of any dtype, too."""
+@pytest.mark.parametrize("least", [-(2**63), torch.tensor(-(2**63))], ids=["number", "tensor"])
+def test_randint_of_all_integers(least):
+    """The span of the whole range of int64 does not fit a word."""
     key = random.key(0)
 
-    for least in (-(2**63), torch.tensor(-(2**63))):
-        assert torch.equal(random.randint(key, 9, least, 2**63), random.bits(key, 9) - 2**63)
+    assert torch.equal(random.randint(key, 9, least, 2**63), random.bits(key, 9) - 2**63)
+
+
+def test_randint_between_tensors_of_any_dtype():
+    """The limits mean the numbers in them."""
+    key = random.key(0)
     drawn = random.randint(key, 9, torch.tensor(-(2**31)).int(), torch.tensor(2**31 - 1), dtype=torch.int32)
+
     assert torch.equal(drawn, random.randint(key, 9, -(2**31), 2**31 - 1, dtype=torch.int32))
-    for dtype in (torch.int8, torch.uint8):
-        limits = torch.iinfo(dtype)
-        drawn = random.randint(key, 20_000, limits.min, limits.max + 1, dtype=dtype)
-        assert drawn.min() == limits.min
-        assert drawn.max() == limits.max
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
+def test_randint_of_narrow_dtypes(dtype):
+    """The whole range is drawn, both ends too."""
+    limits = torch.iinfo(dtype)
+    drawn = random.randint(random.key(0), 20_000, limits.min, limits.max + 1, dtype=dtype)
+
+    assert drawn.min() == limits.min
+    assert drawn.max() == limits.max
+
+
+def test_a_seed_may_be_numpys():
+    """Its integer is the seed."""
     assert torch.equal(random.key(np.int64(3)), random.key(3))
 
 

@@ -52,12 +52,18 @@ def test_a_tree_is_a_batch_size_and_keys():
         data.set("key 3", torch.zeros(4, 3))
 
 
-def test_a_tree_on_a_device_sends_there_what_is_set():
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_a_tree_on_a_device_sends_there_what_is_set(non_blocking):
     """A value that is set in a tree on a device moves there."""
     data = two_keys(device="meta")
 
-    for inplace, non_blocking in ((False, False), (False, True)):
-        assert data.set("key 3", torch.randn(3, 4), inplace, non_blocking)["key 3"].device.type == "meta"
+    assert data.set("key 3", torch.randn(3, 4), False, non_blocking)["key 3"].device.type == "meta"
+
+
+def test_a_tree_on_a_device_sends_there_what_is_not_a_tensor():
+    """The leaves of a tree that is set move; text stays what it is."""
+    data = two_keys(device="meta")
+
     assert data.set("n", TensorDict({"x": torch.zeros(3, 4)}), non_blocking=True)["n", "x"].device.type == "meta"
     assert data.set("text", "a", non_blocking=True)["text"] == "a"
 
@@ -217,21 +223,41 @@ def test_clone_of_parameters_is_independent():
     assert not (old == TensorDict.from_module(net)).any()
 
 
-def test_parameters_in_a_folder(tmp_path):
-    """A module, or a layer of it, is filled from a folder or from a folder in it."""
+@pytest.fixture
+def saved_linears(tmp_path):
+    """A module of two linear layers, and the folder that its parameters are in."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
     TensorDict.from_module(model).memmap(tmp_path / "saved", num_threads=16)
-    others = [nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)) for _ in range(3)]
+    return model, tmp_path / "saved"
 
-    params = TensorDict.load_memmap(tmp_path / "saved", num_threads=16)
-    params.to_module(others[0])
-    params["0"].to_module(others[1][0])
-    TensorDict.load_memmap(tmp_path / "saved" / "0", num_threads=16).to_module(others[2][0])
 
-    assert (TensorDict.from_module(others[0]) == TensorDict.from_module(model)).all()
-    for other in others[1:]:
-        assert torch.equal(other[0].weight, model[0].weight)
-        assert not torch.equal(other[1].weight, model[1].weight)
+def test_parameters_in_a_folder(saved_linears):
+    """A module is filled from a folder."""
+    model, folder = saved_linears
+    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+
+    TensorDict.load_memmap(folder, num_threads=16).to_module(other)
+
+    assert (TensorDict.from_module(other) == TensorDict.from_module(model)).all()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda folder: TensorDict.load_memmap(folder, num_threads=16)["0"],
+        lambda folder: TensorDict.load_memmap(folder / "0", num_threads=16),
+    ],
+    ids=["part of the tree", "folder in the folder"],
+)
+def test_a_layers_parameters_in_a_folder(saved_linears, read):
+    """A layer of a module is filled, and the others stay."""
+    model, folder = saved_linears
+    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+
+    read(folder).to_module(other[0])
+
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert not torch.equal(other[1].weight, model[1].weight)
 
 
 def test_a_training_loop():
@@ -268,18 +294,37 @@ def test_compile_of_a_model_on_a_tree():
     torch.testing.assert_close(out["y"], run(params, data)["y"])
 
 
-def test_modules_of_trees_under_fx_and_compile():
+@pytest.mark.parametrize(
+    "record",
+    [
+        lambda model, data: make_fx(model)(data),
+        lambda model, data: torch.compile(model, fullgraph=True, backend="eager"),
+    ],
+    ids=["fx", "compile"],
+)
+def test_modules_of_trees_under_fx_and_compile(record):
     """A sequence of modules that read and write trees is a graph of torch.fx, and of `torch.compile`."""
-    layers = [tdf.nn.TensorDictModule(nn.Linear(3, 4), ["x"], ["h"]), tdf.nn.TensorDictModule(torch.tanh, ["h"], ["y"])]
-    model, data = tdf.nn.TensorDictSequential(*layers), TensorDict({"x": torch.randn(5, 3)}, [5])
-    graph = make_fx(model)(data)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    model, data = read_and_write(), TensorDict({"x": torch.randn(5, 3)}, [5])
+    other = data * 2
+
+    found = record(model, data)(other)
+
+    assert found.batch_size == (5,)
+    torch.testing.assert_close(found["y"], model(other)["y"])
+
+
+def test_a_graph_of_modules_of_trees_has_their_operations():
+    """The graph of torch.fx is of torch's own functions."""
+    graph = make_fx(read_and_write())(TensorDict({"x": torch.randn(5, 3)}, [5]))
 
     assert any("tanh" in str(node.target) for node in graph.graph.nodes)
-    other = data * 2
-    for run in (graph, compiled):
-        assert run(other).batch_size == (5,)
-        torch.testing.assert_close(run(other)["y"], model(other)["y"])
+
+
+def read_and_write():
+    """A sequence of two modules that read and write trees."""
+    linear = tdf.nn.TensorDictModule(nn.Linear(3, 4), ["x"], ["h"])
+    tanh = tdf.nn.TensorDictModule(torch.tanh, ["h"], ["y"])
+    return tdf.nn.TensorDictSequential(linear, tanh)
 
 
 # -- folders ----------------------------------------------------------------------------------------------------
@@ -590,22 +635,38 @@ def test_a_decorated_class_is_a_tree():
     assert repr(square).startswith("MyData(\n    image=Tensor(shape=torch.Size([10, 10, 3, 8, 8])")
 
 
+class Outer(TensorClass):
+    """A class inside a class."""
+
+    inner: Scored
+    weight: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda outer: outer[:1],
+        lambda outer: torch.stack([outer, outer]),
+        lambda outer: outer.apply(lambda x: x + 1),
+        lambda outer: torch.cat([outer, outer]),
+        lambda outer: outer.clone(),
+    ],
+    ids=["index", "stack", "apply", "cat", "clone"],
+)
+def test_a_class_inside_a_class_keeps_its_type(run):
+    """Results are of both classes."""
+    result = run(Outer(scored(), torch.zeros(2), batch_size=[2]))
+
+    assert isinstance(result, Outer)
+    assert isinstance(result.inner, Scored)
+
+
 def test_typed_trees_nest_and_do_what_trees_do():
-    """A class inside a class keeps its type in an index, a stack and a map over the leaves."""
-
-    class Outer(TensorClass):
-        inner: Scored
-        weight: torch.Tensor
-
+    """A stack and a map reach the leaves of the inner class."""
     outer = Outer(scored(), torch.zeros(2), batch_size=[2])
-    stacked = torch.stack([outer, outer])
-    mapped = outer.apply(lambda x: x + 1)
 
-    for result in (outer[:1], stacked, mapped, torch.cat([outer, outer]), outer.clone()):
-        assert isinstance(result, Outer)
-        assert isinstance(result.inner, Scored)
-    assert stacked.inner.input_ids.shape == (2, 2, 3)
-    assert mapped.weight.tolist() == [1, 1]
+    assert torch.stack([outer, outer]).inner.input_ids.shape == (2, 2, 3)
+    assert outer.apply(lambda x: x + 1).weight.tolist() == [1, 1]
 
 
 def test_construction_of_a_typed_tree():
@@ -702,22 +763,42 @@ def test_state_dict_of_a_typed_tree(flatten, assign):
     assert isinstance(other.load_state_dict(scored().state_dict(), strict=False), Scored)
 
 
-@pytest.mark.parametrize("load", ["load", "load_memmap"])
-def test_folders_of_typed_trees(load, tmp_path):
-    """A class is kept on disk, and a folder of an open tree is read as the class that is asked for."""
+@pytest.fixture
+def folders(tmp_path):
+    """A typed tree, and the folder where it is saved as its class and as an open tree."""
     made = scored(source="web")
     made.save(tmp_path / "typed")
     made.to_tensordict().save(tmp_path / "open")
+    return made, tmp_path
 
-    for folder in ("typed", "open"):
-        back = getattr(Scored, load)(tmp_path / folder)
-        assert isinstance(back, Scored)
-        assert back.source == "web"
-        assert back.end_scores is None
-        assert (back.input_ids == made.input_ids).all()
-    assert type(getattr(TensorDict, load)(tmp_path / "open")) is TensorDict
+
+@pytest.mark.parametrize("folder", ["typed", "open"])
+@pytest.mark.parametrize("load", ["load", "load_memmap"])
+def test_folders_of_typed_trees(load, folder, folders):
+    """A class is kept on disk, and a folder of an open tree is read as the class that is asked for."""
+    made, path = folders
+    back = getattr(Scored, load)(path / folder)
+
+    assert isinstance(back, Scored)
+    assert back.source == "web"
+    assert back.end_scores is None
+    assert (back.input_ids == made.input_ids).all()
+
+
+@pytest.mark.parametrize("load", ["load", "load_memmap"])
+def test_a_folder_of_an_open_tree_is_read_as_one(load, folders):
+    """The class is only made where it is asked for."""
+    _, path = folders
+
+    assert type(getattr(TensorDict, load)(path / "open")) is TensorDict
+
+
+def test_a_typed_tree_is_filled_from_a_folder(folders):
+    """`load_` writes the values that were saved."""
+    made, path = folders
     zeros = made.apply(torch.zeros_like)
-    assert (zeros.load_(tmp_path / "typed").input_ids == made.input_ids).all()
+
+    assert (zeros.load_(path / "typed").input_ids == made.input_ids).all()
 
 
 def test_files_of_typed_trees(tmp_path):

@@ -55,16 +55,32 @@ def test_sizes_of_any_length():
     assert spec["n", "y"] == Unbounded(-1, dtype=torch.int64)
 
 
-def test_ragged_trees():
-    """A lazy stack is in a spec when each of its trees is in the rest."""
+@pytest.fixture
+def ragged():
+    """A lazy stack of a tree of one row and a tree of two."""
     rows = [{"x": torch.zeros(n), "n": {"y": torch.zeros(n, 3)}, "s": NonTensorStack(*"ab"[:n])} for n in (1, 2)]
-    ragged = lazy_stack([TensorDict(row, [i + 1]) for i, row in enumerate(rows)])
+    return lazy_stack([TensorDict(row, [i + 1]) for i, row in enumerate(rows)])
 
+
+def test_ragged_trees(ragged):
+    """A lazy stack is in a spec when each of its trees is in the rest."""
     assert Composite({"x": Unbounded((2, -1), "cpu", torch.float32), "s": NonTensor((2, -1))}, (2, -1)).is_in(ragged)
     assert Composite({"x": Unbounded((-1, -1)), ("n", "y"): Unbounded((-1, -1, 3))}, (-1, -1)).is_in(ragged)
-    for x in (Unbounded((3, -1)), Unbounded((2, -1), dtype=torch.int64), Unbounded((2, -1), "meta")):
-        assert not Composite({"x": x}, x.shape).is_in(ragged)
-    assert not Composite({"x": Unbounded((-1, -1, -1))}, (-1, -1)).is_in(ragged)
+
+
+@pytest.mark.parametrize(
+    ("x", "batch_size"),
+    [
+        (Unbounded((3, -1)), (3, -1)),
+        (Unbounded((2, -1), dtype=torch.int64), (2, -1)),
+        (Unbounded((2, -1), "meta"), (2, -1)),
+        (Unbounded((-1, -1, -1)), (-1, -1)),
+    ],
+    ids=["rows", "dtype", "device", "dimensions"],
+)
+def test_ragged_trees_of_another_kind(ragged, x, batch_size):
+    """A spec of other rows, of another dtype, device or number of dimensions is not theirs."""
+    assert not Composite({"x": x}, batch_size).is_in(ragged)
 
 
 def test_devices_and_classes():
