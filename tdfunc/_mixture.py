@@ -22,12 +22,12 @@ def as_tensor(values: Numbers, device: torch.device | None = None) -> Tensor:
         return values
     if isinstance(values, np.ndarray):
         # A copy: torch takes no arrays that cannot be written, or whose strides are negative.
-        values = np.array(values)
+        return torch.as_tensor(np.array(values), device=device)
     found = torch.as_tensor(values, device=device)
-    if found.is_floating_point():
-        # Of 16 bits, if they are torch's default, which round numbers of Python.
-        return torch.as_tensor(values, dtype=torch.promote_types(found.dtype, torch.float32), device=device)
-    return found
+    if not found.is_floating_point():
+        return found
+    # In 16 bits, if they are torch's default, numbers of Python would be rounded.
+    return torch.as_tensor(values, dtype=torch.promote_types(found.dtype, torch.float32), device=device)
 
 
 # Any: tensors, or lists and arrays of their values.

@@ -174,7 +174,8 @@ def test_regression_and_gaussian_by_hand(rng, members, batch, weighted):
     average = lambda x: torch.as_tensor(np.average(x, axis=0, weights=weights))  # noqa: E731
     mean = average(y)
     variance = average((y - mean.numpy()) ** 2)
-    aleatoric, epistemic = average(np.exp(y[..., 1])), variance[..., 0]
+    aleatoric = average(np.exp(y[..., 1]))
+    epistemic = variance[..., 0]
     parts = {"aleatoric": aleatoric, "epistemic": epistemic}
     mixture = {"mean": mean[..., 0], "variance": aleatoric + epistemic, **parts}
     assert regression.batch_size == torch.Size(batch[:1] or [2])

@@ -40,7 +40,7 @@ def read_exports(package):
 
 
 def documented_symbols():
-    """Symbols of all pages of docs/api but those of methods, as often as they stand there."""
+    """Symbols of all pages of docs/api except the pages of methods, with repetitions."""
     pages = {*(ROOT / "docs/api").rglob("*.md")} - METHODS
     return [symbol for page in pages for symbol in listed_symbols(page.read_text())]
 
@@ -57,7 +57,8 @@ def test_docs_list_every_public_name():
         package, _, name = symbol.rpartition(".")
         listed.setdefault(package, set()).add(name)
 
-    exported, documented = {}, {}
+    exported = {}
+    documented = {}
     for package, names in listed.items():
         # A public module with symbols of its own, such as tdfunc.optim, is listed by them.
         modules = {other.rpartition(".")[2] for other in listed if other.rpartition(".")[0] == package}

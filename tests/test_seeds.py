@@ -304,7 +304,8 @@ def test_compile_of_a_model_on_a_tree():
 )
 def test_modules_of_trees_under_fx_and_compile(record):
     """A sequence of modules that read and write trees is a graph of torch.fx, and of `torch.compile`."""
-    model, data = read_and_write(), TensorDict({"x": torch.randn(5, 3)}, [5])
+    model = read_and_write()
+    data = TensorDict({"x": torch.randn(5, 3)}, [5])
     other = data * 2
 
     found = record(model, data)(other)

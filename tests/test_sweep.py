@@ -177,7 +177,8 @@ def test_halving_trains_the_best_of_each_rung(members, rungs, factor, mode):
     last = sweep.successive_halving(run, train, rungs, factor=factor, mode=mode)
 
     sign = 1 if mode == "min" else -1
-    alive, expected = list(range(members)), []
+    alive = list(range(members))
+    expected = []
     for rung in range(rungs):
         expected.append(sorted(alive))
         ranked = sorted(alive, key=lambda i: sign * math.sin(i * (rung + 1.0)))

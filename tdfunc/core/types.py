@@ -1,4 +1,4 @@
-"""Type aliases, protocols and the `Kind` of a leaf."""
+"""Type aliases, protocols, the `Kind` of a leaf, and the dtype of the library's own numbers."""
 
 import enum
 from collections.abc import Callable
@@ -15,6 +15,11 @@ NestedKey: TypeAlias = "str | tuple[NestedKey, ...]"
 Node: TypeAlias = Any
 Device: TypeAlias = "torch.device | str | int"
 LeafFn: TypeAlias = Callable[..., Any]
+
+
+def wide_default_dtype() -> torch.dtype:
+    """Return torch's default dtype, or float32 if the default has 16 bits, which would round our own numbers."""
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
 class Kind(enum.Enum):

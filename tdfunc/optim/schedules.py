@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import as_count, check_choice, check_finite, check_least, error
+from tdfunc.core.types import wide_default_dtype
 from tdfunc.optim._optimizer import Schedule
 
 if TYPE_CHECKING:
@@ -289,8 +290,8 @@ class ReduceOnPlateau:
         size = torch.Size(size)
         zeros = torch.zeros(size, dtype=torch.int64, device=device)
         worst = math.inf if self.mode == "min" else -math.inf
-        # In 16 bits, if they are torch's default, a small improvement would be rounded away.
-        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        # In 16 bits a small improvement would be rounded away.
+        dtype = wide_default_dtype()
         data = {
             "scale": torch.ones(size, dtype=dtype, device=device),
             "best": torch.full(size, worst, dtype=dtype, device=device),

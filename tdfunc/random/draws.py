@@ -11,6 +11,7 @@ from torch import Tensor
 from tdfunc.core.context import has_values, require_values
 from tdfunc.core.errors import UnsupportedError, as_count, error
 from tdfunc.core.shapes import int_or_ints
+from tdfunc.core.types import wide_default_dtype
 from tdfunc.random import splitmix
 from tdfunc.random.splitmix import shift, signed
 
@@ -473,9 +474,9 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
     else:
         # As the noise: the logarithm of 16 bits has a few digits.
         weights = p.to(torch.promote_types(p.dtype, torch.float32))
-        # Noise of 16 bits, if they are the default, would have ties.
-        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        drawn = (gumbel(key, (count,), dtype=wide) + weights.log()).topk(number).indices.reshape(size)
+        # Noise of 16 bits would have ties.
+        noise = gumbel(key, (count,), dtype=wide_default_dtype())
+        drawn = (noise + weights.log()).topk(number).indices.reshape(size)
     if isinstance(a, int):
         return drawn
     return a[drawn]

@@ -124,7 +124,7 @@ def test_draws_follow_the_key(wrapper):
     rows = prompts()
     together = wrapper.generate_tokens(rows, TWELVE, keys=keys)
 
-    # In another order than that of the batch.
+    # The order differs from the order in the batch.
     alone = {i: wrapper.generate_tokens([rows[i]], TWELVE, keys=keys[i : i + 1]) for i in (3, 0, 2, 1)}
 
     assert {i: made[0].tokens.tolist() for i, made in alone.items()} == {
@@ -135,7 +135,8 @@ def test_draws_follow_the_key(wrapper):
 
 def test_other_keys_give_other_draws(wrapper):
     """At least one of the responses differs."""
-    first, other = (wrapper.generate_tokens(prompts(), TWELVE, keys=keys_of(number)) for number in (4, 5))
+    first = wrapper.generate_tokens(prompts(), TWELVE, keys=keys_of(4))
+    other = wrapper.generate_tokens(prompts(), TWELVE, keys=keys_of(5))
 
     assert [made.tokens.tolist() for made in first] != [made.tokens.tolist() for made in other]
 
@@ -148,7 +149,7 @@ def test_the_behaviour_at_temperature_1_is_the_raw_log_prob(wrapper):
 
 
 def test_colder_draws_have_raw_log_probs_and_no_behaviour(wrapper):
-    """The log-probs are those of the scorer."""
+    """The scorer returns the same log-probs."""
     row = prompts()[0]
 
     (made,) = wrapper.generate_tokens([row], COLDER, keys=keys_of(4)[:1])

@@ -11,6 +11,7 @@ from tdfunc._mixture import widen
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.context import require_values
 from tdfunc.core.errors import as_count, as_number, brief, error, refuse_text
+from tdfunc.core.types import wide_default_dtype
 
 
 class TopK(NamedTuple):
@@ -188,5 +189,5 @@ def _kl_state(coef: float | Tensor) -> TensorDict:
     if isinstance(coef, Tensor):
         value = widen(coef.detach())
     else:
-        value = torch.tensor(coef, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
+        value = torch.tensor(coef, dtype=wide_default_dtype())
     return TensorDict({"kl_coef": value})

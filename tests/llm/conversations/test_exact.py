@@ -200,7 +200,8 @@ def generated_text(template, row):
 
 def test_rows_where_thinking_is_dropped():
     """Each reply stands once, with its thinking, in a row that ends with it."""
-    template, history = make_template("qwen"), History.from_chats(CHAT)
+    template = make_template("qwen")
+    history = History.from_chats(CHAT)
 
     rows = to_training_rows(template, history)
 
@@ -214,7 +215,8 @@ def test_rows_where_thinking_is_dropped():
 
 def test_a_row_begins_with_the_prompt_of_its_reply():
     """As the template renders it, without the thinking of earlier turns."""
-    template, history = make_template("qwen"), History.from_chats(CHAT)
+    template = make_template("qwen")
+    history = History.from_chats(CHAT)
 
     last = to_training_rows(template, history)[-1]
 

@@ -206,7 +206,7 @@ def test_shapes_of_ragged_histories():
 
 
 def test_texts_of_nested_histories_are_parsed():
-    """The nesting of the texts is that of the conversations."""
+    """Texts are nested as the conversations are."""
     nested = History.from_text(chatml.render(NESTED), "chatml_format")
 
     assert nested.tolist() == NESTED.tolist()

@@ -256,7 +256,7 @@ def test_the_same_call_reads_the_cache(fox, read, made):
 
 
 def test_another_tokenizer_makes_another_cache(fox, read, made):
-    """Rows are those of each."""
+    """Each tokenizer makes its own rows."""
     other = make_other()
     first = read(fox)
 
@@ -296,7 +296,8 @@ def test_a_list_and_its_iterator_share_a_cache(fox, read, made):
 
 def test_a_file_is_cached_with_its_suffix(tmp_path, read):
     """The same bytes are a text in one file, and JSON in the other."""
-    lines, objects = tmp_path / "b.txt", tmp_path / "b.jsonl"
+    lines = tmp_path / "b.txt"
+    objects = tmp_path / "b.jsonl"
     lines.write_text('{"text": "the fox"}\n')
     objects.write_text('{"text": "the fox"}\n')
 
@@ -306,7 +307,8 @@ def test_a_file_is_cached_with_its_suffix(tmp_path, read):
 
 def test_conversations_are_cached_with_their_template(read):
     """Of one tokenizer, which gets another template."""
-    other, texts = make_other(), []
+    other = make_other()
+    texts = []
     for source in (CHATML, ZEPHYR):
         other.chat_template = source
         (row,) = read([{"messages": CHAT}], columns="messages", chat_template=JinjaTemplate(other))

@@ -131,7 +131,8 @@ def test_prompts_end_where_their_positions_say(pairs, tokenizer, special, side, 
     assert type(out) is PromptData
     assert out.batch_size == (len(pairs),)
     assert torch.equal(out.labels, out.input_ids)
-    first, last = ([3], [4, 2]) if special and tokenizer is ADDING else ([], [])
+    first = [3] if special and tokenizer is ADDING else []
+    last = [4, 2] if special and tokenizer is ADDING else []
     before = [first + tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
     behind = [tokenizer(response, add_special_tokens=False)["input_ids"] + last for response in responses]
     ends = [int(index) + 1 for index in out.prompt_rindex]
