@@ -9,7 +9,8 @@ class InteractionType(str, Enum):
 
     MODE, MEDIAN and MEAN are the distribution's properties of that name. RANDOM is a sample, with gradients if the
     distribution has `rsample`. DETERMINISTIC is its `deterministic_sample` if it has one. Otherwise it is the mode if
-    the distribution can enumerate its support, and the mean if not.
+    the distribution can enumerate its support, and the mean if not. The mode of a Bernoulli is then 0 where both values
+    are equally likely, and not NaN.
     """
 
     MODE = "mode"

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
-from torch.distributions import Distribution, Independent
+from torch.distributions import Bernoulli, Distribution, Independent
 
 from tdfunc.core.errors import TreeStructureError, UnsupportedError
 from tdfunc.core.keys import unravel
@@ -131,13 +132,28 @@ def choose(dist: Distribution, kind: InteractionType) -> Tensor:
         if dist.has_rsample:
             return dist.rsample()
         return dist.sample()
-    name = kind.value
-    found = name
     if kind is InteractionType.DETERMINISTIC:
-        name = found = "deterministic_sample"
-        if not hasattr(dist, name):
-            base = dist.base_dist if isinstance(dist, Independent) else dist
-            found = "mode" if base.has_enumerate_support else "mean"
+        return _choose_deterministic(dist)
+    return _property(dist, kind.value, kind.value)
+
+
+def _choose_deterministic(dist: Distribution) -> Tensor:
+    """Return the distribution's own deterministic sample, its mode if its values can be counted, or its mean."""
+    name = "deterministic_sample"
+    if hasattr(dist, name):
+        return _property(dist, name, name)
+    base = dist.base_dist if isinstance(dist, Independent) else dist
+    if not base.has_enumerate_support:
+        return _property(dist, "mean", name)
+    mode = _property(dist, "mode", name)
+    if isinstance(base, Bernoulli):
+        # torch's mode is NaN where both values are equally likely; Categorical's is the first of them.
+        return torch.where(dist.mean == 0.5, 0.0, mode)
+    return mode
+
+
+def _property(dist: Distribution, found: str, name: str) -> Tensor:
+    """Return a property of a distribution; `name` is the property that its class may get instead."""
     try:
         return getattr(dist, found)
     except (AttributeError, NotImplementedError) as err:

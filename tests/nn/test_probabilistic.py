@@ -136,6 +136,21 @@ def test_a_deterministic_sample_of_the_distribution():
     assert head(torch.zeros(()), torch.ones(())) == 100
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make", [D.Bernoulli, lambda logits: D.Independent(D.Bernoulli(logits=logits), 1)], ids=["plain", "independent"]
+)
+def test_a_deterministic_sample_of_equal_values(make, dtype):
+    """Where 0 and 1 of a Bernoulli are equally likely, its value is 0, as the mode of `Categorical` is the first."""
+    head = ProbabilisticTensorDictModule(["logits"], ["a"], distribution_class=make, return_log_prob=True)
+
+    out = head(TensorDict({"logits": torch.tensor([0.0, 1.0, -1.0], dtype=dtype)}))
+
+    assert out["a"].tolist() == [0, 1, 0]
+    assert out["a"].dtype == dtype
+    assert out["a_log_prob"].isfinite().all()
+
+
 def make_policy(nn_of, layers, **options):
     """A network, a sampled hidden value, and a categorical action."""
     return nn_of.ProbabilisticTensorDictSequential(
