@@ -481,7 +481,12 @@ def is_sharded(leaf: Any) -> bool:
 
 # Any: a tree, or a mapping, list or tuple of anything.
 def find_sharded(tree: Any) -> Any:
-    """Return a DTensor in a tree or in a plain object, or None if there is none."""
+    """Return the DTensor of the most ranks in a tree or in a plain object, or None if there is none.
+
+    Leaves of one tree may have meshes of their own: of all ranks, and of a row of them.
+    """
+    # Any: a DTensor.
+    widest: Any = None
     # Not by recursion: a tree may be deep.
     stack = []
     if "torch.distributed.tensor" in sys.modules:
@@ -491,12 +496,14 @@ def find_sharded(tree: Any) -> Any:
     while stack:
         node = stack.pop()
         if is_sharded(node):
-            return node
+            if widest is None or node.device_mesh.size() > widest.device_mesh.size():
+                widest = node
+            continue
         parts = _parts_of(node)
         if parts and id(node) not in seen:
             seen.add(id(node))
             stack.extend(parts)
-    return None
+    return widest
 
 
 # Any: a node of a tree, or a plain object.
