@@ -483,7 +483,7 @@ def is_sharded(leaf: Any) -> bool:
 def find_sharded(tree: Any) -> Any:
     """Return the DTensor of the most ranks in a tree or in a plain object, or None if there is none.
 
-    Leaves of one tree may have meshes of their own: of all ranks, and of a row of them.
+    The leaves of one tree may be on several meshes: on all ranks, and on a row of them.
     """
     # Any: a DTensor.
     widest: Any = None
