@@ -330,11 +330,13 @@ class Ranks:
 
     def refuse_recording(self) -> None:
         """Raise inside of a recording: a replay makes no call, so a rank that replays leaves the others waiting."""
+        # A rank alone has nobody to wait for.
+        if self.size == 1:
+            return
         # Inside of a transform a new tensor does not show the mode.
         with outside_transforms():
             is_recording = is_fake(None)
-        # A rank alone has nobody to wait for.
-        if self.size > 1 and is_recording:
+        if is_recording:
             raise UnsupportedError(
                 f"{self.call}: the ranks cannot talk to each other in a recording, whose tensors have no values.",
                 got="a call inside of tdfunc.jit or a FakeTensorMode",
