@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import outside
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
@@ -140,14 +141,16 @@ def broadcast(
     # To the end: the other ranks wait for the values.
     with ranks.entered():
         sizes = _check_alike(ranks, make)[ranks.check_member("src", src)]
-        if is_source:
-            wire = _wire(ranks, packed[0], sizes.total)
-        else:
-            wire = ranks.empty(sizes.total)
-        _run(ranks, lambda: dist.broadcast(wire, src, group=group))
-        if is_source:
-            return td
-        return _unwire(wire, sizes, classes if td is None else classes_of(td))
+        # As in the round: a rank may give no tree and be in a transform, or give one of constants.
+        with outside():
+            if is_source:
+                wire = _wire(ranks, packed[0], sizes.total)
+            else:
+                wire = ranks.empty(sizes.total)
+            _run(ranks, lambda: dist.broadcast(wire, src, group=group))
+            if is_source:
+                return td
+            return _unwire(wire, sizes, classes if td is None else classes_of(td))
 
 
 class _Offer(NamedTuple):
@@ -211,13 +214,14 @@ def scatter(
     with ranks.entered():
         sizes = [_Sizes(block, text) for block, text in json.loads(ranks.agree(make, decide))]
         longest = max([one.total for one in sizes])
-        wires = None
-        if is_source:
-            wires = [_wire(ranks, one, longest) for one in packed]
-        wire = ranks.empty(longest)
-        _run(ranks, lambda: dist.scatter(wire, wires, src, group=group))
-        known = classes if like is None else classes_of(like)
-        return _unwire(wire, sizes[ranks.rank], known)
+        with outside():
+            wires = None
+            if is_source:
+                wires = [_wire(ranks, one, longest) for one in packed]
+            wire = ranks.empty(longest)
+            _run(ranks, lambda: dist.scatter(wire, wires, src, group=group))
+            known = classes if like is None else classes_of(like)
+            return _unwire(wire, sizes[ranks.rank], known)
 
 
 def _pack_each(trees: Sequence[TensorCollection], ranks: Ranks) -> list[Packed]:
@@ -301,19 +305,20 @@ def _gather(td: TensorCollection, ranks: Ranks, strict: bool, dst: int | None) -
     with ranks.entered():
         sizes = _check_alike(ranks, make, strict=strict)
         longest = max([one.total for one in sizes])
-        wire = _wire(ranks, packed[0], longest)
-        is_receiver = is_to_all or dst == dist.get_rank()
-        wires = None
-        if is_receiver:
-            wires = [ranks.empty(longest) for _ in sizes]
-        if is_to_all:
-            _run(ranks, lambda: dist.all_gather(wires, wire, group=ranks.group))
-        else:
-            _run(ranks, lambda: dist.gather(wire, wires, dst, group=ranks.group))
-        known = classes_of(td)
-        if wires is None:
-            return None
-        return [_unwire(one, size, known) for one, size in zip(wires, sizes, strict=True)]
+        with outside():
+            wire = _wire(ranks, packed[0], longest)
+            is_receiver = is_to_all or dst == dist.get_rank()
+            wires = None
+            if is_receiver:
+                wires = [ranks.empty(longest) for _ in sizes]
+            if is_to_all:
+                _run(ranks, lambda: dist.all_gather(wires, wire, group=ranks.group))
+            else:
+                _run(ranks, lambda: dist.gather(wire, wires, dst, group=ranks.group))
+            known = classes_of(td)
+            if wires is None:
+                return None
+            return [_unwire(one, size, known) for one, size in zip(wires, sizes, strict=True)]
 
 
 def all_reduce(td: T, op: str = "sum", *, group: Any = None, timeout_s: float | None = None) -> T:
@@ -364,7 +369,14 @@ def _reduce_alike(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
         return pack(td, ranks.call).structure
 
     _check_alike(ranks, make)
-    kind = getattr(dist.ReduceOp, name.upper())
+    with outside():
+        return _reduce_leaves(td, ranks, op, dst)
+
+
+def _reduce_leaves(td: T, ranks: Ranks, op: str, dst: int | None) -> T:
+    """Reduce the leaves of each dtype together."""
+    is_to_all = ranks.call == "all_reduce"
+    kind = getattr(dist.ReduceOp, op.upper())
     leaves: list[Tensor] = [leaf.detach() for leaf in list_leaves(td)]
     by_dtype: dict[torch.dtype, list[int]] = {}
     for number, leaf in enumerate(leaves):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.context import make_lock
+from tdfunc.core.context import make_lock, outside
 from tdfunc.core.errors import ConcurrencyError, LeafMismatchError, PeerError, error
 from tdfunc.core.keys import dotted
 from tdfunc.ops.edits.storage_writes import check_writable, write_tree
@@ -202,7 +202,9 @@ class _Lane(NamedTuple):
             number, before = self._take_turn(future)
             work = prepare()
             if before is None and work.error is None:
-                return work.run(number)
+                # As in a thread: the tensors of a message are none of a transform's.
+                with outside():
+                    return work.run(number)
             self._start(work.run, future, number, before)
             is_handed = True
         finally:
@@ -240,6 +242,7 @@ def _sender(td: TensorCollection, lane: _Lane) -> _Work:
     """Return the work that sends a tree; if it cannot be sent, the receiver hears of it in its place."""
     try:
         lane.ranks.check()
+        lane.ranks.refuse_recording()
         return _Work(partial(_send, pack(td, lane.ranks.call), lane))
     except Exception as err:
         content = write_error(err, dist.get_rank())
@@ -313,6 +316,7 @@ class _Inbox:
         self.classes: Classes = classes
         try:
             lane.ranks.check()
+            lane.ranks.refuse_recording()
             if like is not None:
                 self.structure = pack(like, lane.ranks.call).structure
                 self.classes = classes_of(like)

@@ -117,8 +117,8 @@ def load(
         like: The expected leaves: a tree (on any device), a nested mapping, or a spec, of anything with a shape and a
             dtype. The keys, shapes and dtypes of the result must be equal to it; values, batch sizes and non-tensor
             data are not compared. Of the paths that it ties, one is enough. A file without kinds (a state dict, or a
-            copy of one) may lack buffers that are not persistent, and then the result lacks them. If `like` is a tree
-            with a DTensor, the leaf becomes a DTensor with that mesh and placements, and only this rank's part of it is
+            copy of one) may lack buffers that are not persistent, and then the result lacks them. Where `like` has
+            a DTensor, the leaf becomes a DTensor with that mesh and placements, and only this rank's part of it is
             read.
         where: A glob on dotted paths or a `Filter`, as in `partition`: only these leaves are read and verified. A
             predicate gets leaves without values (on the meta device), which have a shape and a dtype.

@@ -112,3 +112,24 @@ def test_arguments_of_one_rank_alone(tmp_path, wrong, match):
     """All ranks raise, and the next load works."""
     _save(tmp_path, 1, 1)
     run_ranks(_differ, 2, tmp_path, tmp_path, wrong, match, timeout_s=TIMEOUT_S)
+
+
+def _load_like_a_mapping(rank, home, form):
+    tree = _shard()
+    found = tdf.CheckpointManager(home / "run").load(like=FORMS[form](tree))
+    torch.testing.assert_close(found["model", "w"].to_local(), torch.full((4,), 3.0))
+
+
+# What a mapping as `like` may have in the place of the sub-tree.
+FORMS = {
+    "tree": lambda tree: {"model": tree},
+    "mapping": lambda tree: {"model": dict(tree.items())},
+    "path": lambda tree: {("model", "w"): tree["w"]},
+}
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_a_mapping_says_which_leaves_are_sharded(tmp_path, form):
+    """Each rank reads its part, as with a tree in the place of the mapping."""
+    tdf.CheckpointManager(tmp_path / "run").save(1, {"model": TensorDict({"w": torch.full((8,), 3.0)})})
+    run_ranks(_load_like_a_mapping, 2, tmp_path, tmp_path, form, timeout_s=TIMEOUT_S)

@@ -169,6 +169,55 @@ def _fail(rank, folder, tree, mesh):
     dist.barrier()
 
 
+def _on_two_meshes(grid, row, *, is_last):
+    """A tree with a leaf on a mesh of all ranks, and before or behind it leaves on a row of that mesh."""
+    wide = DTensor.from_local(torch.ones(2, 1), grid, [S0, S1])
+    narrow = TensorDict(
+        {
+            "split": DTensor.from_local(row, grid["a"], [S0]),
+            "copied": DTensor.from_local(torch.arange(3.0), grid["a"], [R]),
+        }
+    )
+    if is_last:
+        return TensorDict({"wide": wide, "narrow": narrow})
+    return TensorDict({"narrow": narrow, "wide": wide})
+
+
+def _save_two_meshes(rank, folder, is_last):
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    own = torch.arange(2.0) + 2 * grid.get_coordinate()[0]
+    tree = _on_two_meshes(grid, own, is_last=is_last)
+    tdf.save(tree, folder / "tree.safetensors")
+    assert_same_parts(tdf.load(folder / "tree.safetensors", like=tree), tree)
+    manager = tdf.CheckpointManager(folder / "steps")
+    manager.save(1, tree)
+    assert_same_parts(manager.load(like=tree), tree)
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_leaves_on_a_row_of_the_mesh_are_written_once(is_last, tmp_path):
+    """FSDP2 makes such trees of a model of which tensor parallelism leaves out layers."""
+    run_ranks(_save_two_meshes, 4, tmp_path, tmp_path, is_last)
+
+    narrow = tdf.load(tmp_path / "tree.safetensors")["narrow"]
+
+    assert_same(narrow, TensorDict({"split": torch.arange(4.0), "copied": torch.arange(3.0)}))
+
+
+def _save_rows_that_differ(rank, folder):
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    tree = _on_two_meshes(grid, torch.full((2,), float(rank)), is_last=True)
+    with pytest.raises(LeafMismatchError, match='ranks 0 and 1 have the same part of leaf "narrow.split"'):
+        tdf.save(tree, folder / "tree.safetensors")
+
+
+def test_rows_of_a_mesh_with_other_values_are_refused(tmp_path):
+    """No row is written in place of the other."""
+    run_ranks(_save_rows_that_differ, 4, tmp_path, tmp_path)
+
+    assert not (tmp_path / "tree.safetensors").exists()
+
+
 def test_one_file_of_many_ranks(tmp_path):
     """Four ranks write one file, which every reader reads, and ranks by slices onto meshes of 2 x 2, 3 and 4."""
     run_ranks(_save, 4, tmp_path, tmp_path)

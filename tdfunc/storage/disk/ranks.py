@@ -20,8 +20,10 @@ from torch import Tensor
 
 from tdfunc.core import errors
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import ConcurrencyError, PeerError, error
+from tdfunc.core.context import is_fake, outside
+from tdfunc.core.errors import ConcurrencyError, PeerError, UnsupportedError, error
 from tdfunc.core.nontensor import NonTensorData
+from tdfunc.storage.disk.raw import outside_transforms
 
 # The first frame of a message, with its length and as much of it as fits.
 _FRAME_BYTES = 4096
@@ -291,12 +293,14 @@ class Ranks:
         own: Exception | None = None
         try:
             self.check()
+            self.refuse_recording()
             content = make()
             mine = Envelope(False, number, self.terms, content)
         except Exception as err:
             own = err
             mine = Envelope(True, number, self.terms, write_error(err, dist.get_rank()))
-        with self.entered():
+        # The tensors of a round are none of the transform's or recording's that this rank may be in.
+        with self.entered(), outside():
             if self.rank:
                 answer = self._ask(mine)
             else:
@@ -323,6 +327,21 @@ class Ranks:
             yield
         finally:
             _entered.remove(entry)
+
+    def refuse_recording(self) -> None:
+        """Raise inside of a recording: a replay makes no call, so a rank that replays leaves the others waiting."""
+        # A rank alone has nobody to wait for.
+        if self.size == 1:
+            return
+        # Inside of a transform a new tensor does not show the mode.
+        with outside_transforms():
+            is_recording = is_fake(None)
+        if is_recording:
+            raise UnsupportedError(
+                f"{self.call}: the ranks cannot talk to each other in a recording, whose tensors have no values.",
+                got="a call inside of tdfunc.jit or a FakeTensorMode",
+                hint=f"{self.call} between two jitted functions.",
+            )
 
     def _refuse_handler(self) -> None:
         """Raise if this thread is in the middle of another call of the group."""
@@ -481,7 +500,12 @@ def is_sharded(leaf: Any) -> bool:
 
 # Any: a tree, or a mapping, list or tuple of anything.
 def find_sharded(tree: Any) -> Any:
-    """Return a DTensor in a tree or in a plain object, or None if there is none."""
+    """Return the DTensor of the most ranks in a tree or in a plain object, or None if there is none.
+
+    The leaves of one tree may be on several meshes: on all ranks, and on a row of them.
+    """
+    # Any: a DTensor.
+    widest: Any = None
     # Not by recursion: a tree may be deep.
     stack = []
     if "torch.distributed.tensor" in sys.modules:
@@ -491,12 +515,14 @@ def find_sharded(tree: Any) -> Any:
     while stack:
         node = stack.pop()
         if is_sharded(node):
-            return node
+            if widest is None or node.device_mesh.size() > widest.device_mesh.size():
+                widest = node
+            continue
         parts = _parts_of(node)
         if parts and id(node) not in seen:
             seen.add(id(node))
             stack.extend(parts)
-    return None
+    return widest
 
 
 # Any: a node of a tree, or a plain object.

@@ -37,6 +37,22 @@ class Checked(NamedTuple):
     terms: str
 
 
+class _Part(NamedTuple):
+    """A part of a leaf that a rank has, as JSON."""
+
+    # The number of the leaf.
+    leaf: int
+    start: list[int]
+    shape: list[int]
+    # Of its values, if its mesh lacks some of the ranks: another row of ranks may have a copy of it.
+    digest: str | None
+
+    @property
+    def block(self) -> Block:
+        """Its place in the leaf."""
+        return Block(tuple(self.start), tuple(self.shape))
+
+
 class _Plan(NamedTuple):
     """What one rank knows of a save."""
 
@@ -44,8 +60,22 @@ class _Plan(NamedTuple):
     digest: str
     # Of the leaves that are not DTensors, by name.
     leaves: dict[str, str]
-    # The number, start and shape of each part that the rank writes.
-    parts: list[tuple[int, list[int], list[int]]]
+    # What the rank writes, if no earlier one has it.
+    parts: list[_Part]
+
+
+def _read_plan(raw: bytes) -> _Plan:
+    digest, leaves, parts = json.loads(raw)
+    return _Plan(digest, leaves, [_Part(*part) for part in parts])
+
+
+class _Agreement(NamedTuple):
+    """What the first rank tells the others of all plans, as JSON."""
+
+    # The trees differ.
+    is_refused: bool
+    # For each rank the numbers of the leaves whose part an earlier rank writes.
+    copies: list[list[int]]
 
 
 class _Shells:
@@ -123,9 +153,11 @@ class RankSave:
         # For each leaf this rank's part, as far as it writes one.
         self._parts: list[tuple[int, Block, Tensor]] = []
         self._table: dict[int, list[Block]] = {}
-        differ = json.loads(self._agree(lambda: self._prepare(check), self._compare))
-        if differ:
+        agreed = _Agreement(*json.loads(self._agree(lambda: self._prepare(check), self._compare)))
+        if agreed.is_refused:
             check_ranks(self.ranks, found_in(self.outline.names, self.outline.specs), self.outline.text)
+        copies = set(agreed.copies[self.ranks.rank])
+        self._parts = [part for part in self._parts if part[0] not in copies]
 
     def _prepare(self, check: Callable[[], Checked]) -> bytes:
         checked = check()
@@ -141,6 +173,7 @@ class RankSave:
         out = self.outline
         self.layout: Layout = lay_out(out.names, out.specs)
         digests: dict[str, str] = {}
+        parts: list[_Part] = []
         for i, (name, leaf) in enumerate(zip(out.names, out.leaves, strict=True)):
             whole = shells.whole(leaf)
             start = (0,) * leaf.dim()
@@ -163,19 +196,64 @@ class RankSave:
                 digests[name] = xxhash.xxh3_64_hexdigest(raw_bytes(leaf))
             if is_first and tuple(values.shape) == shape:
                 self._parts.append((i, Block(start, shape), values))
+                parts.append(_Part(i, list(start), list(shape), self._digest_of_copy(whole, values)))
         assert out.text is not None
-        parts = [(i, list(part.start), list(part.shape)) for i, part, _ in self._parts]
         return _Plan(xxhash.xxh3_64_hexdigest(out.text.encode()), digests, parts)
+
+    # Any: a DTensor, or the leaf itself.
+    def _digest_of_copy(self, whole: Any, values: Tensor) -> str | None:
+        """Return the digest of a part that ranks outside of its mesh may have as well; None if there are none."""
+        if not is_sharded(whole) or whole.device_mesh.size() >= self.ranks.size:
+            return None
+        return xxhash.xxh3_64_hexdigest(raw_bytes(values.detach()))
 
     def _compare(self, described: list[bytes]) -> bytes:
         """Compare the plans of all ranks, and put them together (on the first rank)."""
-        plans = [_Plan(*json.loads(raw)) for raw in described]
+        plans = [_read_plan(raw) for raw in described]
         if len({plan.digest for plan in plans}) > 1:
-            return json.dumps(True).encode()
+            return json.dumps(_Agreement(True, [])).encode()
         for rank, plan in enumerate(plans):
             self._compare_leaves(plans[0].leaves, plan.leaves, rank)
+        copies = self._drop_copies(plans)
         self._lay_table(plans)
-        return json.dumps(False).encode()
+        return json.dumps(_Agreement(False, copies)).encode()
+
+    def _drop_copies(self, plans: list[_Plan]) -> list[list[int]]:
+        """Take out the parts that an earlier rank has on another row of ranks, and return their leaves by rank.
+
+        FSDP2 puts the layers that tensor parallelism leaves out on a mesh of one dimension, of which each rank of the
+        other dimension has one.
+        """
+        first: dict[tuple[int, Block], tuple[int, str | None]] = {}
+        copies: list[list[int]] = []
+        for rank, plan in enumerate(plans):
+            own: list[int] = []
+            for part in plan.parts:
+                if part.digest is None or 0 in part.shape:
+                    continue
+                holder, digest = first.setdefault((part.leaf, part.block), (rank, part.digest))
+                if holder == rank:
+                    continue
+                if digest != part.digest:
+                    raise self._copies_differ(part, holder, rank)
+                own.append(part.leaf)
+            dropped = set(own)
+            plan.parts[:] = [part for part in plan.parts if part.leaf not in dropped]
+            copies.append(own)
+        return copies
+
+    def _copies_differ(self, part: _Part, holder: int, rank: int) -> LeafMismatchError:
+        """Return the error for a part of which two ranks have other values."""
+        ranks = self.ranks
+        holder = ranks.world_rank(holder)
+        rank = ranks.world_rank(rank)
+        return LeafMismatchError(
+            f"{ranks.call}: ranks {holder} and {rank} have the same part of leaf {self.outline.names[part.leaf]} "
+            "on two meshes, with other values; nothing was written.",
+            expected=f"one mesh of all ranks, or the values of rank {holder} from {part.start} on",
+            got=f"other values on rank {rank}",
+            hint="broadcast() the part between these ranks; leave out what belongs to a mesh alone.",
+        )
 
     def _compare_leaves(self, first: Mapping[str, str], other: Mapping[str, str], rank: int) -> None:
         for name, digest in other.items():
@@ -191,8 +269,8 @@ class RankSave:
         """List the blocks of each leaf; raise unless the parts of the ranks cover it once."""
         found: dict[int, list[Block]] = {}
         for plan in plans:
-            for i, start, shape in plan.parts:
-                found.setdefault(i, []).append(Block(tuple(start), tuple(shape)))
+            for part in plan.parts:
+                found.setdefault(part.leaf, []).append(part.block)
         for i, (name, spec) in enumerate(zip(self.outline.names, self.outline.specs, strict=True)):
             parts = found.get(i, [])
             if not cover_once(parts, tuple(spec.size)):

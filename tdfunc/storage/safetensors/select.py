@@ -10,7 +10,8 @@ from torch import Tensor
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
 from tdfunc.core.context import is_fake
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.core.keys import FilterLike
+from tdfunc.core.keys import FilterLike, unravel
+from tdfunc.core.types import Path
 from tdfunc.ops.edits.structure import partition
 from tdfunc.storage.disk.ranks import find_sharded, is_sharded, own_part, place_like
 from tdfunc.storage.disk.raw import outside_transforms
@@ -96,16 +97,33 @@ def _leaves_at(contents: Contents, root: int) -> Sequence[int]:
 # Any: the tree, mapping or spec that is expected; DTensors.
 def _sharded_places(outline: TensorCollection, numbers: Mapping[int, int], like: Any) -> dict[int, Any]:
     """Return the DTensors in an expected tree by the numbers of the leaves at their paths."""
-    if not isinstance(like, TensorCollection) or find_sharded(like) is None:
+    if find_sharded(like) is None:
         return {}
-    spread = {path: leaf for path, leaf in iter_leaves(like) if is_sharded(leaf)}
+    spread = _list_sharded(like)
     return {numbers[id(leaf)]: spread[path] for path, leaf in iter_leaves(outline) if path in spread}
+
+
+# Any: as `_sharded_places`.
+def _list_sharded(like: Any) -> dict[Path, Any]:
+    """Return the DTensors in a tree, or in a nested mapping of trees and DTensors, by their paths."""
+    found: dict[Path, Any] = {}
+    stack: list[tuple[Path, Any]] = [((), like)]
+    while stack:
+        at, node = stack.pop()
+        if isinstance(node, TensorCollection):
+            found.update({(*at, *path): leaf for path, leaf in iter_leaves(node) if is_sharded(leaf)})
+        elif isinstance(node, Mapping):
+            items: Mapping[Any, Any] = node
+            stack.extend([((*at, *unravel(key)), child) for key, child in items.items()])
+        elif is_sharded(node):
+            found[at] = node
+    return found
 
 
 def _read_dequantized(contents: Contents, choice: Choice, root: int, *, mapped: bool) -> TensorCollection:
     """Read a tree, with numbers in place of codes and their scales."""
     call = f"load {contents.path}"
-    if isinstance(choice.like, TensorCollection) and find_sharded(choice.like) is not None:
+    if find_sharded(choice.like) is not None:
         raise UnsupportedError(f"{call}: dequantize= and a DTensor in like= cannot be combined.")
     raw = replace(choice, where=None, like=None, dtype=None, dequantize=False)
     outline, _ = outline_tree(contents, raw, root)
