@@ -53,7 +53,7 @@ AVERAGE = ["average", "{p}", "{p}", "-o", "{tmp}/o.safetensors", "--weights"]
 # (what makes the file {f}, arguments, pattern)
 TROUBLE = [
     (None, ["show", "{tmp}/none"], r"none: No such file"),
-    (None, ["show", "{tmp}"], r"the folder must hold a checkpoint"),
+    (None, ["show", "{tmp}"], r"the folder has no checkpoint"),
     (None, ["show", "{p}", "--filter", "x*"], r"the pattern 'x\*' matches no leaf"),
     (None, ["diff", "{p}"], r"Missing argument"),
     *((None, ["diff", "{p}", "{p}", "--tol", tol], rf"'{tol}' must be RTOL or") for tol in ("1/2/3", "x", "1/inf")),

@@ -114,7 +114,7 @@ def test_sizes(size, count, tmp_path):
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "", "0", "-5", "5 0", "1e9", "GB", "5XB", "-1GB", "0.1B"], ids=str)
 def test_what_is_no_size(size, tmp_path):
     """A text or number that is not a size is refused, and nothing is written."""
-    with pytest.raises(ValueError, match=r"max_shard_size must be a size[\s\S]*5GB[\s\S]*got:"):
+    with pytest.raises(ValueError, match=r"max_shard_size is not a size[\s\S]*5GB[\s\S]*got:"):
         save(tree_of(1), tmp_path / "m", max_shard_size=size)
     assert not (tmp_path / "m").exists()
 

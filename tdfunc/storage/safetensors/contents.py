@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tdfunc.core.context import make_lock
-from tdfunc.core.errors import UnsupportedError, damaged, error, explain
+from tdfunc.core.errors import UnsupportedError, brief, damaged, error, explain
 from tdfunc.core.keys import missing
 from tdfunc.core.types import Path
 from tdfunc.storage.disk.commit import STEP_NAME
@@ -238,7 +238,7 @@ class Contents:
             self._check_index(self.homes, names)
             names = list(self.homes)
         if '""' in names:
-            raise UnsupportedError("a leaf must have a name.", hint="safetensors.torch.load_file reads the file.")
+            raise UnsupportedError("a leaf has an empty name.", hint="safetensors.torch.load_file reads the file.")
         if self._glob is not None:
             wanted = [name for name in names if self._glob.match(json.loads(name)) is not None]
             # Without one, the filter reports what there is.
@@ -297,7 +297,7 @@ class Contents:
                 raise damaged(
                     "the index does not name the tree's leaves.",
                     f"{count} names",
-                    f"{len(self.homes)}; missing: {lacking[:5]}",
+                    f"{len(self.homes)}; missing {brief(lacking)}",
                 )
             homes = [self.homes[name] for name in self.names]
         if self.homes is None:
@@ -331,7 +331,7 @@ class Contents:
         for rows in table.values():
             for row in rows:
                 if [type(part) for part in row] != [list, list, str]:
-                    raise malformed("lists of a start, sizes and a digest", repr(rows)[:200])
+                    raise malformed("lists of a start, sizes and a digest", brief(rows))
         return table
 
     def _in_blocks(self, digest: str | None, name: str, spec: Spec) -> Digest | None:
@@ -360,7 +360,7 @@ class Contents:
         layout = lay_out(names, specs)
         if header.rest.rstrip(" ") != f"{layout.entries}}}":
             if self.verify:
-                raise damaged("the header's entries must fit its tree.", layout.entries[:200], header.rest[:200])
+                raise damaged("the header's entries do not fit its tree.", layout.entries[:200], header.rest[:200])
             return None
         check_size(source.begin + layout.size_bytes, source.size_bytes)
         digests: list[str | None] = [None] * len(names)
@@ -591,16 +591,16 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
     version = metadata.get("tdfunc.version")
     if version not in (VERSION, BLOCKS_VERSION):
         raise UnsupportedError(
-            "this version of tdfunc must read the format of the file.",
+            "this version of tdfunc cannot read the format of the file.",
             expected=f"{VERSION} or {BLOCKS_VERSION}",
-            got=repr(version),
+            got=brief(version),
             hint="install the tdfunc that wrote it, or a newer one.",
         )
     if "tdfunc.tree" not in metadata:
         raise UnsupportedError(
-            "the file must describe a tree; it is one shard of a larger save.",
+            "the file describes no tree: it is one shard of a larger save.",
             expected="tdfunc.tree in the metadata",
-            got=", ".join(metadata),
+            got=", ".join([*metadata][:10]),
             hint="load the folder that it is in.",
         )
 
@@ -628,7 +628,7 @@ def _same(entry: Entry | None, name: str, spec: Spec) -> Entry:
         got = "nothing of this name"
         if entry is not None:
             got = f"{entry.spec.code} {list(entry.spec.shape)}"
-        raise damaged(f"leaf {name} must be as the tree describes it.", f"{spec.code} {list(spec.shape)}", got)
+        raise damaged(f"leaf {name} is not as the tree describes it.", f"{spec.code} {list(spec.shape)}", got)
     return entry
 
 
@@ -663,7 +663,7 @@ def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
 
 def _no_checkpoint(path: str, names: list[str], variants: list[str]) -> FileNotFoundError | UnsupportedError:
     """Return the error for a folder without one checkpoint: the files in it tell what it is instead."""
-    what = f"load {path}: the folder must hold a checkpoint."
+    what = f"load {path}: the folder has no checkpoint."
     hint = "load(path) of a file takes any name."
     expected = f"{SINGLE}, {INDEX}, {ADAPTER} or {_META}"
     steps = [name for name in names if STEP_NAME.fullmatch(name)]
@@ -727,7 +727,7 @@ def _open_shards(path: str, files: Files, *, verify: bool) -> Contents:
             again, index = read_index(path, files, verify=verify)
             if again == raw:
                 raise damaged(
-                    f"load {path}: a shard that the index names is missing.", ", ".join(index.files), str(err)
+                    f"load {path}: a shard that the index names is missing.", ", ".join(index.files[:10]), str(err)
                 ) from err
             raw = again
 

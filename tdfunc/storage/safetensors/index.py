@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring as quote
 from typing import Any, NamedTuple
 
-from tdfunc.core.errors import UnsupportedError, damaged
+from tdfunc.core.errors import UnsupportedError, brief, damaged
 from tdfunc.storage.safetensors.header import ALGORITHM, DIGITS, VERSION, altered, check_own, digest
 from tdfunc.storage.tree.specs import find_surrogate, parse_json
 
@@ -123,7 +123,7 @@ def _weight_map(doc: Any) -> dict[str, str]:
     if isinstance(doc, dict):
         weights = doc.get("weight_map")
     if not isinstance(weights, dict) or not all([type(home) is str for home in weights.values()]):
-        raise damaged("the index is malformed.", "a weight_map of names and files", repr(weights)[:200])
+        raise damaged("the index is malformed.", "a weight_map of names and files", brief(weights))
     return weights
 
 
@@ -133,7 +133,7 @@ def _check_name(name: str, path: str) -> None:
     if is_plain and name.endswith((".bin", ".pt", ".pth")):
         raise torch_refusal(path)
     if not is_plain or name in (".", "..") or not name.endswith(".safetensors"):
-        raise damaged("the index must name safetensors files in its folder.", got=repr(name)[:400])
+        raise damaged("the index names a file that is not a safetensors file of its folder.", got=brief(name))
 
 
 def _is_plain(name: str) -> bool:

@@ -162,7 +162,7 @@ class SavedTree:
         if leaf is None or IS_VALUE in leaf.flags:
             raise error(
                 TypeError,
-                f"slice {dotted(path)!r}: there must be a leaf at this path.",
+                f"slice {dotted(path)!r}: there is no leaf at this path.",
                 expected="the path of a leaf",
                 hint=f"f[{path!r}].",
             )
