@@ -68,14 +68,16 @@ def _factors(weights: Sequence[float] | None, count: int) -> list[float]:
         factors = [1.0] * count
     else:
         factors = list(weights)
+    got = ",".join(map(str, factors[:10]))
+    if len(factors) != count:
+        what = f"--weights has {count_text(len(factors), 'number')} for {count_text(count, 'checkpoint')}."
+        raise error(ValueError, what, expected="a number for each checkpoint", got=got)
     numbers = torch.tensor(factors, dtype=torch.float64)
-    if len(factors) != count or not numbers.isfinite().all() or is_cancelled(numbers, numbers.sum()):
-        raise error(
-            ValueError,
-            "--weights must have a finite number for each checkpoint, and a sum other than 0, also after rounding.",
-            expected=f"{count} numbers",
-            got=",".join(map(str, factors)),
-        )
+    if not numbers.isfinite().all():
+        raise error(ValueError, "--weights has a number that is not finite.", got=got)
+    if is_cancelled(numbers, numbers.sum()):
+        what = "--weights has a sum of 0 or infinity, or one that is lost in rounding; the mean divides by it."
+        raise error(ValueError, what, got=got)
     return factors
 
 
@@ -117,7 +119,7 @@ def _check_same(paths: Sequence[str], rows: Rows) -> None:
             elif (one.leaf.shape, one.leaf.dtype) != (other.leaf.shape, other.leaf.dtype):
                 lines.append(f"{shown(key[0])} in {safe(path)}: expected {one.spec}, got {other.spec}")
     if lines:
-        what = f"average: the leaves must be as in {safe(paths[0])}; {count_text(len(lines), 'difference')}:"
+        what = f"average: the leaves are not as in {safe(paths[0])}; {count_text(len(lines), 'difference')}:"
         hint = "--filter and --exclude choose common leaves; cast --dtype makes one dtype."
         if any(" tied to " in line for line in lines):
             hint += (
@@ -135,7 +137,7 @@ def _check_unaveraged(sources: Sequence[Source], trees: Sequence[TensorCollectio
                 found.append((key[0], f"{shown(key[0])} ({one.spec}) in {safe(source.path)}"))
     found += _unequal_places(sources, trees)
     if found:
-        what = f"average: integers, bools and non-tensor data must be equal; {count_text(len(found), 'difference')}:"
+        what = f"average: integers, bools or non-tensor data differ; {count_text(len(found), 'difference')}:"
         lines = listed([line for _, line in found])
         hint = f"--unequal first takes them from {safe(sources[0].path)}."
         parts = _averaged_parts(rows[0], {path[0] for path, _ in found})

@@ -195,7 +195,7 @@ def _open_latest(folder: str) -> Source | None:
 
 def _open_local(name: str) -> Source:
     if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
-        raise UnsupportedError(f"{name} must be a file or a folder.")
+        raise UnsupportedError(f"{name} is not a file or a folder.")
     torch_name = find_torch(name)
     if torch_name is not None:
         return _open_torch(torch_name)

@@ -137,7 +137,7 @@ def _fail(rank, folder, tree, mesh):
     w = tree.select("columns")
     calls = {
         "rank 1 .*columns|missing": (lambda: w if rank != 1 else tree.select("grid"), tdf.TreeStructureError),
-        r"(?s)leaf \"n.plain\".*same on all ranks.*rank 2": (
+        r"(?s)leaf \"n.plain\".*differ between ranks.*rank 2": (
             lambda: tree.set(("n", "plain"), torch.tensor([0, 1, rank // 2])), LeafMismatchError
         ),
         "(?s)leaf \"p\" is a partial sum.*redistribute": (
