@@ -50,14 +50,14 @@ def compare(a: Any, b: Any, mask: Tensor | None = None, *, worst: int = 5) -> "T
     shapes = [tuple(each.shape) for each in (first, second, mask) if each is not None]
     if len(set(shapes)) > 1:
         raise LeafMismatchError(
-            "compare: both log-probs, and the mask, must have one shape.",
+            "compare: the log-probs and the mask differ in shape.",
             expected=str(shapes[0]),
             got=", ".join(map(str, shapes[1:])),
         )
     if mask is None:
         mask = _mask_of(a, first) & _mask_of(b, first)
     if not mask.any():
-        raise error(ValueError, "compare: at least one token must have both log-probs.", got="an empty mask")
+        raise error(ValueError, "compare: no token has both log-probs.", got="an empty mask")
     gap = torch.where(mask, second - first, 0)
     chosen = gap[mask]
     weights = (chosen - chosen.max()).exp()

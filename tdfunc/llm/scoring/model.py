@@ -142,7 +142,7 @@ def check_lm(call: str, lm: object) -> None:
         return
     raise error(
         TypeError,
-        f"{call}: the model must be a CausalLM.",
+        f"{call}: the model is not a CausalLM.",
         got=f"a {type(lm).__name__}",
         hint="lm, params, buffers = causal_lm(model); with adapters lora.attach(lm).",
     )
@@ -173,7 +173,7 @@ def causal_lm(model: nn.Module, *, copy: bool = True) -> "tuple[CausalLM, Tensor
     if not hasattr(config, "get_text_config"):
         raise error(
             TypeError,
-            "causal_lm: the model must be a causal language model of transformers.",
+            "causal_lm: the model is not a causal language model of transformers.",
             expected="a module with a config, such as from AutoModelForCausalLM",
             got=type(model).__name__,
         )

@@ -30,7 +30,7 @@ def sampling_options(call: str, options: GenerationOptions) -> dict[str, Any]:
             hint="pass only one of them, or use TransformersWrapper.",
         )
     if options.max_new_tokens is None:
-        raise error(ValueError, "generate: max_new_tokens must be given.")
+        raise error(ValueError, "generate: max_new_tokens is missing.")
     found: dict[str, Any] = {
         "max_tokens": options.max_new_tokens,
         "min_tokens": options.min_new_tokens,
