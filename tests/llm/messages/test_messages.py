@@ -182,7 +182,7 @@ DATA = [
 
 BATCHING = [
     (lambda: Batcher(list, min_batch_size=0), ValueError, "min_batch_size must be at least 1.*got: +0"),
-    (lambda: Batcher(list, min_batch_size=4, max_batch_size=2), ValueError, "is above max_batch_size.*max_batch_size 2"),
+    (lambda: Batcher(list, min_batch_size=4, max_batch_size=2), ValueError, "above max_batch_size.*max_batch_size 2"),
     (lambda: Batcher(list, timeout_s=-1.0), ValueError, "timeout_s must be 0 or more seconds.*-1.0"),
     (lambda: Batcher(list, timeout_s=float("nan")), ValueError, "timeout_s.*nan"),
     (lambda: closed().submit(1), RuntimeError, "Batcher.submit: the batcher is closed"),
