@@ -2,8 +2,9 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from tdfunc.cli.convert import Part, Target, chosen_part, make_target, write
 from tdfunc.cli.numbers import FINITE, average, cast, has_values, not_finite, wide
 from tdfunc.cli.output import listed, progress, safe, shown
 from tdfunc.cli.scales import check_equal_codes, is_equal, kept_leaves, note_lost_scales, refuse_adapters
-from tdfunc.cli.sources import Source, Stored, open_source, plain_values, stored_leaves
+from tdfunc.cli.sources import Source, Stored, Tick, open_source, plain_values, stored_leaves
 from tdfunc.cli.ties import share_ties
 from tdfunc.cli.values import differing_values, texts_apart
 from tdfunc.core.collection import TensorCollection
@@ -45,21 +46,36 @@ def average_files(
         if not take_first:
             _check_unaveraged(sources, trees, rows)
         averaged = {id(one.leaf): one for one in leaves if id(one.leaf) not in kept and _has_mean(one)}
+        size_bytes = sum(one.size_bytes for one in leaves)
         lost = Counter[int]()
-        with progress("average", len(paths) * sum(one.size_bytes for one in leaves)) as tick:
+        with progress("average", len(paths) * size_bytes) as tick:
+            averager = _Averager(sources, rows, factors, averaged, tick, lost)
+            write(target, trees[0], averager.values, first, lost)
 
-            def values(leaf: Tensor) -> Iterator[Tensor]:
-                if id(leaf) not in averaged:
-                    yield from first.pieces(leaf, tick)
-                    return
-                one = averaged[id(leaf)]
-                name = shown(one.path)
-                leaf_of_each = _in_each(one, rows)
-                pieces = [source.pieces(own.leaf, tick) for source, own in zip(sources, leaf_of_each, strict=True)]
-                for piece_of_each in zip(*pieces, strict=True):
-                    yield cast(_mean(piece_of_each, factors, name), leaf, lost)
 
-            write(target, trees[0], values, first, lost)
+@dataclass(frozen=True)
+class _Averager:
+    """The values of the leaves of a mean, each computed when it is written."""
+
+    sources: Sequence[Source]
+    rows: Rows
+    factors: Sequence[float]
+    # By id, the leaves of the first checkpoint that have a mean; the others are written as they are.
+    averaged: Mapping[int, Stored]
+    tick: Tick
+    lost: Counter[int]
+
+    def values(self, leaf: Tensor) -> Iterator[Tensor]:
+        """Yield the pieces of the mean of a leaf."""
+        if id(leaf) not in self.averaged:
+            yield from self.sources[0].pieces(leaf, self.tick)
+            return
+        one = self.averaged[id(leaf)]
+        name = shown(one.path)
+        leaf_of_each = _in_each(one, self.rows)
+        pieces = [source.pieces(own.leaf, self.tick) for source, own in zip(self.sources, leaf_of_each, strict=True)]
+        for piece_of_each in zip(*pieces, strict=True):
+            yield cast(_mean(piece_of_each, self.factors, name), leaf, self.lost)
 
 
 def _factors(weights: Sequence[float] | None, count: int) -> list[float]:
@@ -91,7 +107,7 @@ def _mean(row: Sequence[Tensor], factors: Sequence[float], name: str) -> Tensor:
     mean = average(row, factors)
     made = not_finite(mean)
     if made != FINITE:
-        # torch has no isfinite for float8.
+        # torch 2.13 has no isfinite for float8.
         used = torch.stack([wide(piece).isfinite() for piece, factor in zip(row, factors, strict=True) if factor])
         count = int((~mean.isfinite() & used.all(0)).sum())
         if count:

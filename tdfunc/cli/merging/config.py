@@ -318,7 +318,7 @@ def setting(value: Any, name: str, depth: float) -> Any:
 
 
 def _number(value: Any) -> Any:
-    # YAML reads 1e-5 as a text.
+    # PyYAML 6.0 reads 1e-5 as a text: a number of YAML 1.1 has a point.
     if isinstance(value, str):
         return float(value)
     return value

@@ -42,18 +42,12 @@ Codes: TypeAlias = Mapping[str, set[int]]
 
 def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bool = False) -> None:
     """Write the merge of the models; memory holds one leaf of each at a time."""
-    out_dtype = None
-    name = config.out_dtype or config.dtype
-    if name is not None:
-        out_dtype = find_dtype(name)
+    out_dtype = _dtype_of(config)
     _refuse_adapters(config.models)
     with ExitStack() as stack:
         sources = {path: stack.enter_context(open_source(path)) for path in config.models}
         origin = sources[config.models[0]]
-        has_suffix = bool(os.path.splitext(target.path)[1])
-        if target.format is None and origin.format != "memmap" and not has_suffix:
-            target = target._replace(format="shards")
-        target = make_target(target, origin)
+        target = make_target(_in_shards(target, origin), origin)
         _prepare(list(sources.values()))
         recipe = plan(config, Models(sources))
         vocabulary = None
@@ -68,17 +62,13 @@ def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bo
         _check_numbers(config, recipe, codes)
         if not take_first:
             _check_values(list(sources.values()))
-        beside = {}
-        # Other folders, such as a step of a run, have files that would make the result one of their kind.
-        if target.format == "shards" and os.path.isfile(os.path.join(origin.path, "config.json")):
+        beside: dict[str, bytes] = {}
+        if _is_model_folder(target, origin):
             beside = _describe(config, origin, recipe, vocabulary, out_dtype)
-        if beside and is_remote(target.path):
-            raise UnsupportedError(f"merge {target.path}: a folder with config.json cannot be written to a URL.")
+            if is_remote(target.path):
+                raise UnsupportedError(f"merge {target.path}: a folder with config.json cannot be written to a URL.")
         lost = Counter[int]()
-        size = 0
-        for row in recipe.rows.values():
-            size += sum(part.stored.size_bytes for part in row.every)
-        with progress("merge", size) as tick:
+        with progress("merge", _size_bytes(recipe)) as tick:
             merger = _Merger(
                 config,
                 recipe,
@@ -93,6 +83,36 @@ def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bo
             )
             write(target, recipe.tree, merger.values, origin, lost)
         write_beside(target.path, beside)
+
+
+def _dtype_of(config: Config) -> torch.dtype | None:
+    """Return the dtype of the result; None if each leaf keeps its own."""
+    name = config.out_dtype or config.dtype
+    return None if name is None else find_dtype(name)
+
+
+def _in_shards(target: Target, origin: Source) -> Target:
+    """Return a target without a format or suffix as a folder of shards, unless the first model is a memmap folder."""
+    has_suffix = bool(os.path.splitext(target.path)[1])
+    if target.format is None and origin.format != "memmap" and not has_suffix:
+        return target._replace(format="shards")
+    return target
+
+
+def _is_model_folder(target: Target, origin: Source) -> bool:
+    """Return whether the result is a folder with the files that transformers reads beside the weights.
+
+    Other folders, such as a step of a run, have files that would make the result one of their kind.
+    """
+    return target.format == "shards" and os.path.isfile(os.path.join(origin.path, "config.json"))
+
+
+def _size_bytes(recipe: Recipe) -> int:
+    """Return the bytes of all leaves that are read."""
+    size_bytes = 0
+    for row in recipe.rows.values():
+        size_bytes += sum(part.stored.size_bytes for part in row.every)
+    return size_bytes
 
 
 def _prepare(sources: Sequence[Source]) -> None:

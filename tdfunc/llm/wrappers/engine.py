@@ -171,7 +171,7 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
             from transformers import AutoModelForCausalLM
 
             config = self.engine.llm.llm_engine.vllm_config.model_config.hf_config
-            # transformers draws the first weights, which nothing uses, from torch's default generator.
+            # transformers 5.23 draws the first weights, which nothing uses, from torch's default generator.
             with torch.random.fork_rng(devices=[]):
                 model = AutoModelForCausalLM.from_config(config)
             lm, _, buffers = causal_lm(model, copy=False)

@@ -94,18 +94,15 @@ def parse_index(raw: bytes, path: str, *, verify: bool) -> Index:
         check_own("index", raw, found[1].decode("latin-1"), found[2].decode(), _DIGEST_AT)
     doc = parse_json(raw)
     weights = _weight_map(doc)
-    metadata = doc.get("metadata")
-    if not isinstance(metadata, dict):
-        metadata = {}
-    shards = metadata.get("tdfunc.shards")
-    if not isinstance(shards, dict):
-        shards = None
+    metadata = _dict_in(doc, "metadata") or {}
+    shards = _dict_in(metadata, "tdfunc.shards")
     # A shard may have no leaf.
     files = list(dict.fromkeys([*(shards or ()), *weights.values()]))
     for name in files:
         _check_name(name, path)
     is_ours = any([key.startswith("tdfunc") for key in metadata])
-    if is_ours and verify and (found is None or shards is None or len(shards) != len(files)):
+    is_complete = found is not None and shards is not None and len(shards) == len(files)
+    if is_ours and verify and not is_complete:
         raise altered("index", f"an index that starts with {_START} and has the digest of each file", repr(raw[:60]))
     texts = {key: value for key, value in metadata.items() if isinstance(value, str)}
     numbers = {name: i for i, name in enumerate(files)}
@@ -114,6 +111,13 @@ def parse_index(raw: bytes, path: str, *, verify: bool) -> Index:
     if shards is not None:
         digests = [str(shards.get(name)) for name in files]
     return Index(texts, homes, files, digests, b'"tdfunc.' in raw)
+
+
+# Any: JSON of any program.
+def _dict_in(doc: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Return an entry that is an object; None for anything else."""
+    found = doc.get(name)
+    return found if isinstance(found, dict) else None
 
 
 # Any: JSON of any program.

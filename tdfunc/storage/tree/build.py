@@ -211,7 +211,7 @@ def move_leaf(leaf: Tensor, target: torch.device, *, non_blocking: bool = False)
     """Return a leaf on a device."""
     try:
         return leaf.to(target, non_blocking=non_blocking)
-    # A torch without CUDA raises an AssertionError.
+    # torch 2.13 without CUDA raises an AssertionError.
     except (AssertionError, NotImplementedError, RuntimeError) as err:
         raise UnsupportedError(
             "the leaves cannot be put on the device.",
