@@ -96,10 +96,7 @@ def parse_index(raw: bytes, path: str, *, verify: bool) -> Index:
     weights = _weight_map(doc)
     metadata = _dict_in(doc, "metadata") or {}
     shards = _dict_in(metadata, "tdfunc.shards")
-    # A shard may have no leaf.
-    files = list(dict.fromkeys([*(shards or ()), *weights.values()]))
-    for name in files:
-        _check_name(name, path)
+    files = _list_files(shards or {}, weights, path)
     is_ours = any([key.startswith("tdfunc") for key in metadata])
     is_complete = found is not None and shards is not None and len(shards) == len(files)
     if is_ours and verify and not is_complete:
@@ -129,6 +126,14 @@ def _weight_map(doc: Any) -> dict[str, str]:
     if not isinstance(weights, dict) or not all([type(home) is str for home in weights.values()]):
         raise damaged("the index is malformed.", "a weight_map of names and files", brief(weights))
     return weights
+
+
+def _list_files(shards: dict[str, Any], weights: dict[str, str], path: str) -> list[str]:
+    """Return the checked names of all files of an index, of which a shard may have no leaf."""
+    files = list(dict.fromkeys([*shards, *weights.values()]))
+    for name in files:
+        _check_name(name, path)
+    return files
 
 
 def _check_name(name: str, path: str) -> None:

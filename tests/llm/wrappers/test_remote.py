@@ -241,7 +241,7 @@ def test_a_missing_model_is_refused_by_both_endpoints(serve):
     for status in (403, 404, 405, 501):
         service.requests.clear()
         service.faults = [refuse(status), refuse(status)]
-        with pytest.raises(RemoteError, match=f"completions must(?s:.)*refused {status}"):
+        with pytest.raises(RemoteError, match=f"completions did not accept(?s:.)*refused {status}"):
             wrapper.generate_tokens(PROMPTS[:1], parse())
         assert service.paths == [IDS, COMPLETIONS]
 
