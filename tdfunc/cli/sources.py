@@ -35,10 +35,13 @@ from tdfunc.storage.manager.steps import (
     reading,
     step_name,
 )
+from tdfunc.storage.memmap.folder import FolderReader
 from tdfunc.storage.memmap.layout import META
-from tdfunc.storage.memmap.read import FolderReader, LeafFile, naming, open_leaf, opened
+from tdfunc.storage.memmap.leaf import LeafFile, open_leaf
+from tdfunc.storage.memmap.read import naming, opened
 from tdfunc.storage.safetensors.blocks import BlockDigests, Blocks
-from tdfunc.storage.safetensors.contents import Leaf, is_memmap, open_contents
+from tdfunc.storage.safetensors.contents import Leaf
+from tdfunc.storage.safetensors.folder import is_memmap, open_contents
 from tdfunc.storage.safetensors.header import check_digest
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.read import as_view, fill

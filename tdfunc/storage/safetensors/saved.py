@@ -15,7 +15,8 @@ from tdfunc.core.types import Device, NestedKey, Path
 from tdfunc.ops.base.reading import get_value, has
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import LocalBytes, LocalFiles, RemoteFiles, find, is_remote
-from tdfunc.storage.safetensors.contents import Contents, Leaf, open_contents, warn_unlisted
+from tdfunc.storage.safetensors.contents import Contents, Leaf, warn_unlisted
+from tdfunc.storage.safetensors.folder import open_contents
 from tdfunc.storage.safetensors.read import parsing, plan_rows, read_leaf, read_rows
 from tdfunc.storage.safetensors.select import Choice, outline_tree, read_tree
 from tdfunc.storage.tree.build import Classes, flag_leaf, move_leaf
