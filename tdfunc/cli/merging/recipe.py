@@ -18,6 +18,7 @@ from tdfunc.core.types import Path
 from tdfunc.ops.base.reading import has
 from tdfunc.ops.display.text import count_text
 from tdfunc.storage.tree.build import without_values
+from tdfunc.weights.method import Method
 from tdfunc.weights.swaps.stack_layers import find_layers, node_at, stack_layers, with_node
 
 
@@ -367,6 +368,10 @@ class _Parameters:
                     return found
         return default
 
+    def find_each(self, names: Sequence[str], default: Any, inputs: Sequence[tuple[Settings, Part]]) -> list[Any]:
+        """Return the value of a parameter for each model, whose own settings prevail."""
+        return [self.find(names, part.stored.path, default, own) for own, part in inputs]
+
 
 def _row(config: Config, models: Models, path: Path, module: str, place: Place) -> Row:
     """Return the row of a leaf of the result, at its first path in a module."""
@@ -384,25 +389,30 @@ def _row(config: Config, models: Models, path: Path, module: str, place: Place) 
     parameters = _Parameters(
         (chosen.parameters, config.module_parameters.get(module, {}), config.parameters), place.depth
     )
-
-    def find_each(names: Sequence[str], default: Any) -> list[Any]:
-        return [parameters.find(names, part.stored.path, default, own) for own, part in inputs]
-
     default_weight = None if method.weight in ("weight", "t") else 1.0
-    weights = find_each([method.weight or "weight"], default_weight)
+    weights = parameters.find_each([method.weight or "weight"], default_weight, inputs)
     if None in weights:
         _, lacking = inputs[weights.index(None)]
         where = f"{safe(lacking.model)}, leaf {shown(path)}"
         raise error(ValueError, f"merge: {method.name} requires the parameter {method.weight} for {where}.")
+    options = _options_of(method, parameters, path, inputs)
+    return Row(path, base, [part for _, part in inputs], weights, options, place.offset is not None)
+
+
+def _options_of(
+    method: Method[...], parameters: _Parameters, path: Path, inputs: Sequence[tuple[Settings, Part]]
+) -> dict[str, Any]:
+    """Return the options of a method for a leaf, some of them a list with a value for each model."""
     options: dict[str, Any] = {}
     for option, default in method.options.items():
         names = spellings(method, option)
         described = f"the parameter {option}"
         if option in method.per_model:
-            options[option] = [typed(value, default, described) for value in find_each(names, default)]
+            values = parameters.find_each(names, default, inputs)
+            options[option] = [typed(value, default, described) for value in values]
         else:
             options[option] = typed(parameters.find(names, path, default), default, described)
-    return Row(path, base, [part for _, part in inputs], weights, options, place.offset is not None)
+    return options
 
 
 def _part_at(models: Models, model: str, layers: range | None, path: Path, place: Place) -> Part:
