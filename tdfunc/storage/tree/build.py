@@ -313,10 +313,11 @@ def check_fields(cls: Any, keys: Collection[str], path: Path) -> None:
     if unknown:
         lacking = [name for name in cls._required if name not in keys]
         where = dotted(path) if path else "the root"
+        got = f"{brief(list(keys))}: unknown {brief(unknown)}, missing {brief(lacking)}"
         raise TreeStructureError(
             f"{cls.__name__} does not have all fields that were saved at {where!r}.",
             expected=f"the fields {brief(list(cls._fields))}",
-            got=f"{brief(list(keys))}: unknown {brief(unknown)}, missing {brief(lacking)}",
+            got=got,
             hint=f"load(path, classes=TensorDict) gives plain trees; {cls.__name__}.from_tensordict takes one.",
         )
 
