@@ -180,7 +180,9 @@ def extract(
 ) -> None:
     """Write the leaves that patterns choose."""
     if not include and not exclude:
-        raise typer.BadParameter("--filter GLOB or --exclude GLOB must choose leaves.", param_hint="--filter")
+        raise typer.BadParameter(
+            "no pattern chooses leaves: give --filter GLOB or --exclude GLOB.", param_hint="--filter"
+        )
     part = Part(include or (), exclude or ())
     target = _target(out, to, max_shard_size, force)
     rewrite(path, target, part, dtype_name=dtype, dequantize=dequantize)
@@ -219,7 +221,9 @@ def average(
         try:
             numbers = [float(part) for part in weights.split(",")]
         except ValueError:
-            raise typer.BadParameter(f"{weights!r} must be numbers such as 1,2,1.", param_hint="--weights") from None
+            raise typer.BadParameter(
+                f"{weights!r} is not a list of numbers such as 1,2,1.", param_hint="--weights"
+            ) from None
     target = _target(out, to, max_shard_size, force)
     part = Part(include or (), exclude or ())
     average_files(paths, target, part, weights=numbers, take_first=unequal is Unequal.first)
@@ -244,7 +248,7 @@ def merge(
     """Merge models leaf by leaf, with a method and weights or with a configuration file of mergekit."""
     has_options = bool(paths or base or weight or option)
     if (config is None) == (method is None) or (config is not None and has_options):
-        raise typer.BadParameter("--config FILE, or --method NAME with models, must be given.", param_hint="--config")
+        raise typer.BadParameter("give either --config FILE, or --method NAME with models.", param_hint="--config")
     if config is not None:
         with open(config, encoding="utf-8") as file:
             recipe = read_config(file.read())
@@ -269,7 +273,7 @@ def _tolerance(text: str) -> Tolerance:
     except ValueError:
         numbers = []
     if not 1 <= len(numbers) <= 2 or not all(0 <= number < float("inf") for number in numbers):
-        raise typer.BadParameter(f"{text!r} must be RTOL or RTOL/ATOL, such as 1e-3/1e-5.", param_hint="--tol")
+        raise typer.BadParameter(f"{text!r} is not RTOL or RTOL/ATOL, such as 1e-3/1e-5.", param_hint="--tol")
     return Tolerance(numbers[0], numbers[-1])
 
 

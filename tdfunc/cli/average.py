@@ -2,8 +2,9 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from tdfunc.cli.convert import Part, Target, chosen_part, make_target, write
 from tdfunc.cli.numbers import FINITE, average, cast, has_values, not_finite, wide
 from tdfunc.cli.output import listed, progress, safe, shown
 from tdfunc.cli.scales import check_equal_codes, is_equal, kept_leaves, note_lost_scales, refuse_adapters
-from tdfunc.cli.sources import Source, Stored, open_source, plain_values, stored_leaves
+from tdfunc.cli.sources import Source, Stored, Tick, open_source, plain_values, stored_leaves
 from tdfunc.cli.ties import share_ties
 from tdfunc.cli.values import differing_values, texts_apart
 from tdfunc.core.collection import TensorCollection
@@ -45,21 +46,36 @@ def average_files(
         if not take_first:
             _check_unaveraged(sources, trees, rows)
         averaged = {id(one.leaf): one for one in leaves if id(one.leaf) not in kept and _has_mean(one)}
+        size_bytes = sum(one.size_bytes for one in leaves)
         lost = Counter[int]()
-        with progress("average", len(paths) * sum(one.size_bytes for one in leaves)) as tick:
+        with progress("average", len(paths) * size_bytes) as tick:
+            averager = _Averager(sources, rows, factors, averaged, tick, lost)
+            write(target, trees[0], averager.values, first, lost)
 
-            def values(leaf: Tensor) -> Iterator[Tensor]:
-                if id(leaf) not in averaged:
-                    yield from first.pieces(leaf, tick)
-                    return
-                one = averaged[id(leaf)]
-                name = shown(one.path)
-                leaf_of_each = _in_each(one, rows)
-                pieces = [source.pieces(own.leaf, tick) for source, own in zip(sources, leaf_of_each, strict=True)]
-                for piece_of_each in zip(*pieces, strict=True):
-                    yield cast(_mean(piece_of_each, factors, name), leaf, lost)
 
-            write(target, trees[0], values, first, lost)
+@dataclass(frozen=True)
+class _Averager:
+    """The values of the leaves of a mean, each computed when it is written."""
+
+    sources: Sequence[Source]
+    rows: Rows
+    factors: Sequence[float]
+    # By id, the leaves of the first checkpoint that have a mean; the others are written as they are.
+    averaged: Mapping[int, Stored]
+    tick: Tick
+    lost: Counter[int]
+
+    def values(self, leaf: Tensor) -> Iterator[Tensor]:
+        """Yield the pieces of the mean of a leaf."""
+        if id(leaf) not in self.averaged:
+            yield from self.sources[0].pieces(leaf, self.tick)
+            return
+        one = self.averaged[id(leaf)]
+        name = shown(one.path)
+        leaf_of_each = _in_each(one, self.rows)
+        pieces = [source.pieces(own.leaf, self.tick) for source, own in zip(self.sources, leaf_of_each, strict=True)]
+        for piece_of_each in zip(*pieces, strict=True):
+            yield cast(_mean(piece_of_each, self.factors, name), leaf, self.lost)
 
 
 def _factors(weights: Sequence[float] | None, count: int) -> list[float]:
@@ -68,14 +84,16 @@ def _factors(weights: Sequence[float] | None, count: int) -> list[float]:
         factors = [1.0] * count
     else:
         factors = list(weights)
+    got = ",".join(map(str, factors[:10]))
+    if len(factors) != count:
+        what = f"--weights has {count_text(len(factors), 'number')} for {count_text(count, 'checkpoint')}."
+        raise error(ValueError, what, expected="a number for each checkpoint", got=got)
     numbers = torch.tensor(factors, dtype=torch.float64)
-    if len(factors) != count or not numbers.isfinite().all() or is_cancelled(numbers, numbers.sum()):
-        raise error(
-            ValueError,
-            "--weights must have a finite number for each checkpoint, and a sum other than 0, also after rounding.",
-            expected=f"{count} numbers",
-            got=",".join(map(str, factors)),
-        )
+    if not numbers.isfinite().all():
+        raise error(ValueError, "--weights has a number that is not finite.", got=got)
+    if is_cancelled(numbers, numbers.sum()):
+        what = "--weights has a sum of 0 or infinity, or one that is lost in rounding; the mean divides by it."
+        raise error(ValueError, what, got=got)
     return factors
 
 
@@ -89,7 +107,7 @@ def _mean(row: Sequence[Tensor], factors: Sequence[float], name: str) -> Tensor:
     mean = average(row, factors)
     made = not_finite(mean)
     if made != FINITE:
-        # torch has no isfinite for float8.
+        # torch 2.13 has no isfinite for float8.
         used = torch.stack([wide(piece).isfinite() for piece, factor in zip(row, factors, strict=True) if factor])
         count = int((~mean.isfinite() & used.all(0)).sum())
         if count:
@@ -117,7 +135,7 @@ def _check_same(paths: Sequence[str], rows: Rows) -> None:
             elif (one.leaf.shape, one.leaf.dtype) != (other.leaf.shape, other.leaf.dtype):
                 lines.append(f"{shown(key[0])} in {safe(path)}: expected {one.spec}, got {other.spec}")
     if lines:
-        what = f"average: the leaves must be as in {safe(paths[0])}; {count_text(len(lines), 'difference')}:"
+        what = f"average: the leaves are not as in {safe(paths[0])}; {count_text(len(lines), 'difference')}:"
         hint = "--filter and --exclude choose common leaves; cast --dtype makes one dtype."
         if any(" tied to " in line for line in lines):
             hint += (
@@ -135,7 +153,7 @@ def _check_unaveraged(sources: Sequence[Source], trees: Sequence[TensorCollectio
                 found.append((key[0], f"{shown(key[0])} ({one.spec}) in {safe(source.path)}"))
     found += _unequal_places(sources, trees)
     if found:
-        what = f"average: integers, bools and non-tensor data must be equal; {count_text(len(found), 'difference')}:"
+        what = f"average: integers, bools or non-tensor data differ; {count_text(len(found), 'difference')}:"
         lines = listed([line for _, line in found])
         hint = f"--unequal first takes them from {safe(sources[0].path)}."
         parts = _averaged_parts(rows[0], {path[0] for path, _ in found})

@@ -22,7 +22,7 @@ from tdfunc.cli.scales import (
 from tdfunc.cli.sources import Source, Stored, choose, make_filter, open_source, plain_values, stored_leaves
 from tdfunc.cli.torch_files.files import write_torch
 from tdfunc.core.collection import LeafOp, TensorCollection, iter_leaves
-from tdfunc.core.errors import FilterError, UnsupportedError, error
+from tdfunc.core.errors import FilterError, UnsupportedError, brief, error
 from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
 from tdfunc.core.types import Kind, Path
 from tdfunc.ops.display.text import bytes_text, count_text
@@ -141,7 +141,7 @@ def find_dtype(name: str) -> torch.dtype:
     dtype = known.get(text, getattr(torch, text, None))
     if dtype is None or dtype not in known.values():
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in known.values()))
-        raise error(ValueError, "--dtype must be a floating dtype.", expected=names, got=repr(name))
+        raise error(ValueError, "--dtype is not a floating dtype.", expected=names, got=brief(name))
     return dtype
 
 
@@ -239,7 +239,7 @@ def make_target(options: Target, source: Source) -> Target:
     target = Target(path, format, shard_size, options.force)
     if is_remote(path):
         if format in ("memmap", "torch"):
-            raise UnsupportedError(f"{path}: the path must be local for {format}.")
+            raise UnsupportedError(f"{path}: {format} cannot be written to a URL.")
         return target
     _check_place(target)
     if format == "memmap":
@@ -266,7 +266,7 @@ def _find_format(options: Target, path: str, source: Source) -> str:
     if format is None or not fits:
         raise error(
             ValueError,
-            f"{path}: the name must fit the format that is written.",
+            f"{path}: the name does not fit the format that is written.",
             expected=f"x.safetensors, {', '.join(_TORCH)}, or a folder with --to shards or --to memmap",
             got=f"{path} as {format}" if format is not None else path,
         )
@@ -274,7 +274,7 @@ def _find_format(options: Target, path: str, source: Source) -> str:
         # Raises for a text that is not a size.
         as_bytes(options.max_shard_size)
         if format != "shards":
-            raise error(ValueError, "--max-shard-size must come with a folder of shards.", got=f"{path} as {format}")
+            raise error(ValueError, "--max-shard-size is only for a folder of shards.", got=f"{path} as {format}")
     return format
 
 
@@ -293,11 +293,12 @@ def _check_place(target: Target) -> None:
     path = target.path
     is_file = target.format in _FILES
     if os.path.lexists(path) and os.path.isdir(path) is is_file:
-        raise error(FileExistsError, f"{path} must be {'a file' if is_file else 'a folder'}.")
+        kinds = "a folder, and the result a file" if is_file else "a file, and the result a folder"
+        raise error(FileExistsError, f"{path} is {kinds}.")
     if _is_protected(target):
         raise error(
             FileExistsError,
-            f"{path} must not belong to a CheckpointManager, or contain a memmapped tree.",
+            f"{path} belongs to a CheckpointManager, or contains a memmapped tree.",
             expected="a new place",
             hint="CheckpointManager.save(..., overwrite=True) replaces a step.",
         )

@@ -87,7 +87,7 @@ def unequal_codes(call: str, found: Quantized, one: Stored, path: str) -> Unsupp
     if codes is not None:
         layout = f" ({codes})"
     return UnsupportedError(
-        f"{call}: codes and their scales must be equal in all checkpoints: the command computes with numbers only.",
+        f"{call}: codes or their scales differ between checkpoints, and the command computes with numbers only.",
         expected=f"equal values of {safe(one.name)}{safe(layout)}",
         got=f"other values in {safe(path)}",
         hint=HINT,
@@ -183,7 +183,7 @@ def refuse_adapters(call: str, path: str, tree: TensorCollection) -> None:
         other = first.setdefault(found["module"], found)
         if other["side"] != found["side"]:
             hint = "tdf.lora.load(folder, params) and lora.merge(params, adapters) make a model of LoRA's factors."
-            what = "this must be a model and not an adapter, whose factors cannot be merged one by one."
+            what = "this is an adapter and not a model; its factors cannot be merged one by one."
             raise UnsupportedError(
                 f"{call} {safe(path)}: {what}",
                 expected="weights, or one of the two factors of each module",

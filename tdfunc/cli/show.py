@@ -9,6 +9,7 @@ from tdfunc.cli.numbers import Stats, has_values
 from tdfunc.cli.output import Table, listed, print_json, print_table, print_tree, progress, safe, short, shown
 from tdfunc.cli.scales import note_codes, quantized
 from tdfunc.cli.sources import Source, Stored, choose, make_filter, open_source, plain_values, stored_leaves
+from tdfunc.cli.torch_files.files import LeftOut
 from tdfunc.cli.values import plain
 from tdfunc.core.errors import CorruptCheckpointError
 from tdfunc.core.keys import dotted
@@ -198,9 +199,16 @@ def _stats_texts(stats: Stats | None) -> tuple[str, ...]:
 def _document(
     source: Source, leaves: Sequence[Stored], values: Values, stats: AllStats, codes: Codes
 ) -> dict[str, Any]:
-    left_out: list[dict[str, Any]] = []
-    for path, one in source.left_out.items():
-        left_out.append({"path": path, "name": dotted(path), "what": one.text})
+    document = _source_entries(source)
+    document["leaves"] = [_leaf_entry(one, stats, codes) for one in leaves]
+    document["values"] = [_value_entry(path, value) for path, value in values.items()]
+    document["left_out"] = [_left_out_entry(path, one) for path, one in source.left_out.items()]
+    document["elements"] = sum(one.leaf.numel() for one in leaves)
+    document["bytes"] = sum(one.size_bytes for one in leaves)
+    return document
+
+
+def _source_entries(source: Source) -> dict[str, Any]:
     return {
         "path": source.path,
         "format": source.format,
@@ -209,12 +217,11 @@ def _document(
         "step": source.step,
         "batch_size": source.tree._batch_size,
         "metadata": source.metadata,
-        "leaves": [_leaf_entry(one, stats, codes) for one in leaves],
-        "values": [_value_entry(path, value) for path, value in values.items()],
-        "left_out": left_out,
-        "elements": sum(one.leaf.numel() for one in leaves),
-        "bytes": sum(one.size_bytes for one in leaves),
     }
+
+
+def _left_out_entry(path: Path, one: LeftOut) -> dict[str, Any]:
+    return {"path": path, "name": dotted(path), "what": one.text}
 
 
 def _leaf_entry(one: Stored, stats: AllStats, codes: Codes) -> dict[str, Any]:

@@ -35,10 +35,13 @@ from tdfunc.storage.manager.steps import (
     reading,
     step_name,
 )
+from tdfunc.storage.memmap.folder import FolderReader
 from tdfunc.storage.memmap.layout import META
-from tdfunc.storage.memmap.read import FolderReader, LeafFile, naming, open_leaf, opened
+from tdfunc.storage.memmap.leaf import LeafFile, open_leaf
+from tdfunc.storage.memmap.read import naming, opened
 from tdfunc.storage.safetensors.blocks import BlockDigests, Blocks
-from tdfunc.storage.safetensors.contents import Leaf, is_memmap, open_contents
+from tdfunc.storage.safetensors.contents import Contents, Leaf
+from tdfunc.storage.safetensors.folder import is_memmap, open_contents
 from tdfunc.storage.safetensors.header import check_digest
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.read import as_view, fill
@@ -195,7 +198,7 @@ def _open_latest(folder: str) -> Source | None:
 
 def _open_local(name: str) -> Source:
     if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
-        raise UnsupportedError(f"{name} must be a file or a folder.")
+        raise UnsupportedError(f"{name} is not a file or a folder.")
     torch_name = find_torch(name)
     if torch_name is not None:
         return _open_torch(torch_name)
@@ -256,27 +259,37 @@ def _open_safetensors(name: str, files: Files) -> Source:
     checksums = None
     if contents.is_ours and contents.sources:
         checksums = contents.sources[0].header.algorithm
-    metadata: dict[str, Any] = {}
-    for key, text in contents.metadata.items():
-        if not key.startswith("tdfunc") and (key, text) != _USUAL:
-            metadata[key] = text
-    left_out: dict[Path, LeftOut] = {}
-    for leaf in contents.unlisted():
-        path = tuple(str(json.loads(leaf)).split("."))
-        left_out[path] = LeftOut("a leaf that the index does not name", is_tensor=True)
+    format = "safetensors" if contents.homes is None else "shards"
     return Source(
         name,
-        "safetensors" if contents.homes is None else "shards",
+        format,
         outline,
         readers,
         [file.path for file in contents.sources],
         sum(file.size_bytes for file in contents.sources),
-        metadata=metadata,
-        left_out=left_out,
+        metadata=_metadata_of(contents),
+        left_out=_unlisted_leaves(contents),
         checksums=checksums,
         is_described=contents.is_ours,
         resources=resources,
     )
+
+
+def _metadata_of(contents: Contents) -> dict[str, Any]:
+    """Return the metadata of a header that its writer was given."""
+    metadata: dict[str, Any] = {}
+    for key, text in contents.metadata.items():
+        if not key.startswith("tdfunc") and (key, text) != _USUAL:
+            metadata[key] = text
+    return metadata
+
+
+def _unlisted_leaves(contents: Contents) -> dict[Path, LeftOut]:
+    left_out: dict[Path, LeftOut] = {}
+    for leaf in contents.unlisted():
+        path = tuple(str(json.loads(leaf)).split("."))
+        left_out[path] = LeftOut("a leaf that the index does not name", is_tensor=True)
+    return left_out
 
 
 def _open_memmap(name: str) -> Source:
@@ -290,13 +303,8 @@ def _open_memmap(name: str) -> Source:
         resources = stack.pop_all()
     readers: dict[int, Reader] = {}
     for file in reader.files:
-        leaf: Any = tree
-        for key in file.path:
-            leaf = leaf._data[key]
-        if isinstance(leaf, NonTensorData):
-            leaf = leaf.data
         # The first of tied paths comes first.
-        readers.setdefault(id(leaf), MemmapLeaf(root, file))
+        readers.setdefault(id(_leaf_at(tree, file.path)), MemmapLeaf(root, file))
     own = [file for file in reader.files if file.size_bytes]
     return Source(
         name,
@@ -308,6 +316,16 @@ def _open_memmap(name: str) -> Source:
         is_described=reader.files == [] or reader.files[0].exact,
         resources=resources,
     )
+
+
+# Any: a tensor, or the value of non-tensor data.
+def _leaf_at(tree: TensorCollection, path: Path) -> Any:
+    leaf: Any = tree
+    for key in path:
+        leaf = leaf._data[key]
+    if isinstance(leaf, NonTensorData):
+        return leaf.data
+    return leaf
 
 
 class Stored(NamedTuple):

@@ -29,7 +29,7 @@ def check(folder: str, *, as_json: bool) -> int:
     """
     tokenizer = load_tokenizer(folder, "template check")
     if tokenizer.chat_template is None:
-        raise error(ValueError, f"{folder}: the tokenizer must have a chat template.")
+        raise error(ValueError, f"{folder}: the tokenizer has no chat template.")
     checks = template_report(tokenizer).checks
     if as_json:
         print_json({each.name: {"good": each.good, "detail": each.detail} for each in checks})

@@ -13,7 +13,8 @@ from tdfunc.storage.disk.ranks import find_sharded
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import LocalFiles, RemoteFiles, find, is_remote
 from tdfunc.storage.memmap.read import load_memmap
-from tdfunc.storage.safetensors.contents import is_memmap, open_contents, warn_unlisted
+from tdfunc.storage.safetensors.contents import warn_unlisted
+from tdfunc.storage.safetensors.folder import is_memmap, open_contents
 from tdfunc.storage.safetensors.ranks import save_by_ranks
 from tdfunc.storage.safetensors.save import check_target, save_outline
 from tdfunc.storage.safetensors.select import Choice, narrow_tree, read_tree

@@ -79,7 +79,7 @@ def test_a_value_of_any_type_is_read_or_refused_with_a_message(doc, path, kind):
         (WHOLE[0], ("models",), [], "models must be a list"),
         (WHOLE[0], ("models", 0), None, r"models\[0\] must be a mapping"),
         (WHOLE[0], ("models", 1, "model"), None, r"models\[1\] must be a mapping with the entry model"),
-        (WHOLE[0], ("models", 1, "model"), {"model": {"lora": "a"}}, r"these entries: lora"),
+        (WHOLE[0], ("models", 1, "model"), {"model": {"lora": "a"}}, r"unknown entries: lora"),
         (WHOLE[0], ("merge_method",), [], "merge_method must be a text"),
         (WHOLE[0], ("merge_method",), None, "merge_method is required"),
         (WHOLE[0], ("dtype",), 5, "dtype must be a text"),
@@ -145,10 +145,10 @@ def test_a_whole_configuration_is_read(doc):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "must be YAML"),
-        ("x: 2020-13-45", "must be YAML"),
-        ("[" * 5_000 + "]" * 5_000, "must be YAML"),
-        ("x: !!python/object/apply:os.system [ls]", "must be YAML"),
+        ("a: [", "is not YAML"),
+        ("x: 2020-13-45", "is not YAML"),
+        ("[" * 5_000 + "]" * 5_000, "is not YAML"),
+        ("x: !!python/object/apply:os.system [ls]", "is not YAML"),
         ("5", "the configuration must be a mapping"),
         ("x: &a [*a]\nmerge_method: linear", "at most 100,000 values"),
     ],
@@ -233,8 +233,8 @@ def test_values_are_read_as_json_or_as_python(written, value):
 @pytest.mark.parametrize(
     ("method", "option", "text"),
     [
-        ("ties", "density", "must be NAME=VALUE"),
-        ("ties", "density=abc", "must be NAME=VALUE"),
+        ("ties", "density", "is not NAME=VALUE"),
+        ("ties", "density=abc", "is not NAME=VALUE"),
         ("ties", "density=(0.5, 1)", "--option density must be a number"),
         ("ties", "density=None", "--option density must be a number"),
         ("ties", "density=[]", "--option density must be a list with an entry"),
@@ -242,7 +242,7 @@ def test_values_are_read_as_json_or_as_python(written, value):
         ("karcher", "max_iter=1.5", "max_iter must be a whole number"),
         ("karcher", "max_iter=NaN", "max_iter must be a whole number"),
         ("ties", "density=NaN", "density of w must be finite"),
-        ("ties", "rows=1", "must not have these parameters: rows"),
+        ("ties", "rows=1", "does not have these parameters: rows"),
         ("dare_ties", "key=1", "hint:     --seed"),
     ],
 )
@@ -272,6 +272,6 @@ def test_a_parameter_of_the_merge_is_not_of_one_model(method, parameter):
     }
 
     with pytest.raises(
-        tdf.UnsupportedError, match=rf"one model must not have these parameters of {method}: {parameter}\."
+        tdf.UnsupportedError, match=rf"these parameters of {method} are given for one model: {parameter}\."
     ):
         make_config(doc)

@@ -221,7 +221,7 @@ def test_a_list_that_another_model_lacks_is_an_error(tmp_path):
     result = rearrange(None, tmp_path / "out", [(str(tmp_path / "a"), [0, 2]), (str(tmp_path / "b"), [1, 2])])
 
     assert result.code == 2
-    assert "must have an entry for each layer in layer_types" in result.err
+    assert "has no entry for layer 1 in layer_types" in result.err
 
 
 # -- tied leaves ----------------------------------------------------------------------------------------------------

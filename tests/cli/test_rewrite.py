@@ -366,7 +366,7 @@ def test_shards_beside_other_files(tmp_path):
     assert [result.code for result in (again, single, mixed, over)] == [2, 2, 2, 2]
     assert "model.safetensors.index.json exists" in again.err
     assert "model.safetensors.index.json exists" in single.err
-    assert "contain a memmapped tree" in mixed.err
+    assert "contains a memmapped tree" in mixed.err
     assert "not part of a memmapped tree" in over.err
 
 
@@ -417,7 +417,7 @@ def test_factors_of_adapters_are_not_averaged_one_by_one(names, command, tmp_pat
     result = run(*command, *write_factors(names, tmp_path), "-o", tmp_path / "out.safetensors")
 
     assert result.code == 2
-    assert "must be a model and not an adapter" in result.err
+    assert "is an adapter and not a model" in result.err
     assert not (tmp_path / "out.safetensors").exists()
 
 

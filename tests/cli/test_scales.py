@@ -235,4 +235,4 @@ def test_models_of_two_precisions_are_not_merged(tmp_path):
     )
 
     assert result.code == 2
-    assert "codes and their scales must be equal in all checkpoints" in result.err
+    assert "codes or their scales differ between checkpoints" in result.err

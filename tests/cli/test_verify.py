@@ -69,7 +69,7 @@ def test_every_damaged_leaf_is_named(tmp_path):
         ("memmap", lambda p: (p / "meta.json").write_text("{"), "malformed"),
         ("torch", lambda p: flip(p, p.read_bytes().index(torch.load(p)["emb.weight"].numpy().tobytes())), "Bad CRC-32"),
         ("torch", lambda p: flip(p, 37), "data.pkl"),
-        ("torch", lambda p: p.write_bytes(p.read_bytes()[:-300]), "torch.load must read"),
+        ("torch", lambda p: p.write_bytes(p.read_bytes()[:-300]), "torch.load cannot read"),
     ],
 )
 def test_damage(format, harm, text, tmp_path):

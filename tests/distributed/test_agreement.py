@@ -114,7 +114,7 @@ SAVED = {
     "columns": [Value(2, r"expected \[\d+, 2\]"), Value(3, r"got \[\d+, 3\]")],
     "dtype": [Value("float32", "expected float32"), Value("int64", "got int64")],
     "note": [Value("one", "note: .*one"), Value("two", "note: .*two"), wrong(len, "note.* cannot be stored")],
-    "plain": [Value(1.0, "plain.*the same on all ranks.*rank 0"), Value(2.0, "digest [0-9a-f]+ on rank")],
+    "plain": [Value(1.0, "plain.*differ between ranks.*rank 0"), Value(2.0, "digest [0-9a-f]+ on rank")],
     "partial": [Value(False, ""), wrong(True, "is a partial sum")],
 }
 SAVES = {
@@ -122,7 +122,7 @@ SAVES = {
         "name": [
             Value("x.safetensors", r"save x\.safetensors"),
             Value("y.safetensors", r"save y\.safetensors"),
-            wrong("x.pt", r"must end in \.safetensors"),
+            wrong("x.pt", r"does not end in \.safetensors"),
         ],
         "folder": [Value("one", "/one"), Value("two", "/two")],
         "fsync": [Value(False, "fsync=False"), Value(True, "fsync=True")],
@@ -330,7 +330,7 @@ MESSAGES = {
     "a class that the receiver does not have": (
         lambda: local_class()(torch.ones(2), batch_size=[]).send(1),
         lambda: td_dist.recv(0),
-        "the class .*Local.* must be imported or given",
+        "the class .*Local.* is not imported or given",
     ),
     "other keys": (lambda: tree_of(0, key="c").send(1), lambda: tree_of(0).recv(0), "missing: +a"),
     "other lengths": (lambda: tree_of(0).send(1), lambda: tree_of(0, length=4).recv(0), r"expected \[4\], got \[3\]"),

@@ -137,17 +137,17 @@ def _fail(rank, folder, tree, mesh):
     w = tree.select("columns")
     calls = {
         "rank 1 .*columns|missing": (lambda: w if rank != 1 else tree.select("grid"), tdf.TreeStructureError),
-        r"(?s)leaf \"n.plain\".*same on all ranks.*rank 2": (
+        r"(?s)leaf \"n.plain\".*differ between ranks.*rank 2": (
             lambda: tree.set(("n", "plain"), torch.tensor([0, 1, rank // 2])), LeafMismatchError
         ),
         "(?s)leaf \"p\" is a partial sum.*redistribute": (
             lambda: w.set("p", DTensor.from_local(torch.ones(2), mesh, [R, Partial()])), UnsupportedError
         ),
-        "(?s)the parts of leaf \"p\" must cover it once": (
+        "(?s)the parts of leaf \"p\" leave a hole or overlap": (
             lambda: w.set("p", DTensor.from_local(torch.ones(2 + rank), mesh, [S0, S0], shape=(8,), stride=(1,))),
             UnsupportedError,
         ),
-        "must have equal values, batch sizes": (lambda: w.set("s", f"{rank}"), tdf.TreeStructureError),
+        "differ in values, batch sizes": (lambda: w.set("s", f"{rank}"), tdf.TreeStructureError),
         "leaf \"f\" cannot be stored": (lambda: w.set("f", tdf.NonTensorData([len, 1][rank != 3])), UnsupportedError),
     }  # fmt: skip
     for pattern, (make, kind) in calls.items():

@@ -248,9 +248,9 @@ def test_faulty_pushes_are_caught(wrapper, seed):
         with pytest.raises((ValueError, ConcurrencyError, ConnectionError)):
             wrapper.push(params, version=i)
         for call in (lambda: wrapper.generate_tokens(prompts(), FOUR), lambda: wrapper.score_tokens(prompts())):
-            with pytest.raises(ConcurrencyError, match="must be proven"):
+            with pytest.raises(ConcurrencyError, match="are not proven"):
                 call()
-        with pytest.raises(ConcurrencyError, match="must be proven"):
+        with pytest.raises(ConcurrencyError, match="are not proven"):
             _ = vLLMWrapper(wrapper.engine.llm, input_mode="tokens").version
     wrapper.engine.fault = None
     wrapper.push(params, version="good")

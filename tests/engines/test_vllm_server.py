@@ -161,7 +161,7 @@ def test_faulty_pushes_into_a_server(trainer, alter, error):
     trainer.alter = alter
     with pytest.raises(error):
         trainer.push(good, version="good")
-    with pytest.raises(ConcurrencyError, match="must be proven"):
+    with pytest.raises(ConcurrencyError, match="are not proven"):
         trainer.wrapper.generate_tokens([torch.tensor([5])], OPTIONS)
     trainer.alter = lambda place: place
     trainer.push(good, version="good")
@@ -185,5 +185,5 @@ def test_a_server_that_dies_in_a_push(engine, trainer):
         return place
 
     trainer.alter = kill
-    with pytest.raises(RemoteError, match="push: http.*/collective_rpc must answer"):
+    with pytest.raises(RemoteError, match="push: http.*/collective_rpc did not answer"):
         trainer.push(make_model(8), version=8)

@@ -117,5 +117,5 @@ def test_another_model_than_a_causal_lm_is_refused(call, given):
     }
     td = tdf.TensorDict({"tokens": Tokens(full=IDS, prompt=IDS, batch_size=[3])}, [3])
 
-    with pytest.raises(TypeError, match=rf"(?s){call}: the model must be a CausalLM.*causal_lm\(model\)"):
+    with pytest.raises(TypeError, match=rf"(?s){call}: the model is not a CausalLM.*causal_lm\(model\)"):
         CALLS[call](models[given], tdf.from_module(model), td)

@@ -51,7 +51,7 @@ def adjusted(mask):
     return LogProbs(adjusted=mask[:, 0], batch_size=[2])
 
 
-SHAPES, LONGER, NARROW = r"be integers \(B, T\)", "not be longer than the positions", "have the shape of the"
+SHAPES, LONGER, NARROW = r"are not integers \(B, T\)", "is longer than the positions", "tokens differ in shape"
 
 
 def ids_of(*args, **options):
@@ -82,7 +82,7 @@ CHECKS = [
     (LeafMismatchError, NARROW, lambda i, m, r: of(i, attention_mask=m[:, 1:])),
     (LeafMismatchError, "True or 1 at tokens", lambda i, m, r: of(i, attention_mask=m.float())),
     (LeafMismatchError, r"lengths of the tokens.*\[6, 4\].*\[6, 3\]", lambda i, m, r: score(LM, PARAMS, ragged(i, m))),
-    (LeafMismatchError, r"length of the rows.*\[2, -1\]", lambda i, m, r: score(LM, PARAMS, uneven(i))),
+    (LeafMismatchError, r"ragged in more than their length.*\[2, -1\]", lambda i, m, r: score(LM, PARAMS, uneven(i))),
     (MissingKeyError, r"full'.*Tokens\(full=", lambda i, m, r: score(LM, PARAMS, TensorDict({"input_ids": i}, [2]))),
     (MissingKeyError, "'tokens.full'", lambda i, m, r: score(LM, PARAMS, TensorDict({"tokens": Tokens(prompt=i)}))),
     (MissingKeyError, r"History.*apply_chat_template\(tokenizer", lambda i, m, r: score(LM, PARAMS, CHAT)),
@@ -91,17 +91,17 @@ CHECKS = [
     (MissingKeyError, "prompt and response", lambda i, m, r: of(i, under="behaviour")),
     (MissingKeyError, "record of the sampling", lambda i, m, r: of(i, parts=True, under="behaviour")),
     (UnsupportedError, r"and min-p\.", lambda i, m, r: of(i, parts=True, log_probs=adjusted(m), under="behaviour")),
-    (LeafMismatchError, "must have one shape", lambda i, m, r: compare(i.float(), i[:, 1:].float())),
-    (LeafMismatchError, "must have one shape", lambda i, m, r: compare(i.float(), i.float(), mask=m[:1])),
+    (LeafMismatchError, "differ in shape", lambda i, m, r: compare(i.float(), i[:, 1:].float())),
+    (LeafMismatchError, "differ in shape", lambda i, m, r: compare(i.float(), i.float(), mask=m[:1])),
     (LeafMismatchError, "True or 1 at tokens", lambda i, m, r: attention_inputs(SCORER.model, m.float())),
-    (LeafMismatchError, "a reward for each row", lambda i, m, r: penalized_rewards(i[:1, 0], i.float(), m)),
+    (LeafMismatchError, "not one reward for each row", lambda i, m, r: penalized_rewards(i[:1, 0], i.float(), m)),
 ]
 # Their rows are read, so that no transform can map them; and losses, on tensors of their own.
 KNOWN = [
     (ValueError, LONGER, lambda i, m, r: SCORER(tree(r))),
-    (ValueError, "at least one token", lambda i, m, r: compare(i.float(), i.float(), m & False)),
+    (ValueError, "no token has both", lambda i, m, r: compare(i.float(), i.float(), m & False)),
     (LeafMismatchError, "below 0.*mask == 0", lambda i, m, r: ids_of(i, (~m).long() * -9)),
-    (LeafMismatchError, "must be rows of the batch", lambda i, m, r: SCORER(tree(i, ()))),
+    (LeafMismatchError, "are not rows of the batch", lambda i, m, r: SCORER(tree(i, ()))),
     (LeafMismatchError, NARROW, lambda i, m, r: SCORER.get_dist(tree(i, w=m[:, 1:]), mask_key="w")),
     (LeafMismatchError, NARROW, lambda i, m, r: SCORER.get_dist(tree(i, w=m), logits_key="w")),
     *[(kind, text, lambda *_, call=call: call()) for call, kind, text in MISTAKES if kind is LeafMismatchError],

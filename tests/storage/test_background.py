@@ -217,7 +217,7 @@ def test_refusals_and_interrupts_come_at_once_and_free_the_place(tmp_path):
     for _ in range(3):
         with pytest.raises(UnsupportedError, match=r'leaf "bad" cannot be stored'):
             saver.save(TREE.set("bad", NonTensorData(object())), tmp_path / "t.safetensors")
-        with pytest.raises(TypeError, match="must be a tree"):
+        with pytest.raises(TypeError, match="is not a tree"):
             saver.save([torch.ones(1)], tmp_path / "t.safetensors")
         with patch.object(background, "outline", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             saver.save(TREE, tmp_path / "t.safetensors")

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 import tdfunc
 from tdfunc import CorruptCheckpointError, TensorDict, UnsupportedError
-from tdfunc.storage.disk.remote import MappedBytes
+from tdfunc.storage.disk.remote import LocalBytes, MappedBytes
 from tdfunc.storage.safetensors import contents as contents_file
 from tdfunc.storage.tree import foreign, specs
 from tests.cli.helpers import run
@@ -327,7 +327,7 @@ def test_commands_read_many_shards(command, many, few_files, tmp_path):
 def test_mapped_bytes_count_to_the_end(tmp_path):
     """A read at the end of a mapped file is as short as one of an open file."""
     (tmp_path / "x").write_bytes(b"abcdef")
-    data = MappedBytes(contents_file.LocalBytes(str(tmp_path / "x")))
+    data = MappedBytes(LocalBytes(str(tmp_path / "x")))
     view = bytearray(10)
 
     assert data.read_into(memoryview(view), 4) == 2

@@ -16,13 +16,13 @@ from tdfunc.storage.disk import commit
 from tdfunc.storage.disk.remote import LocalFiles
 from tdfunc.storage.manager import manager as storage_manager
 from tdfunc.storage.manager import steps
-from tdfunc.storage.safetensors import contents
+from tdfunc.storage.safetensors import folder as folder_file
 from tests.storage.trees import assert_same, same_bytes
 
 
 @pytest.mark.parametrize(
     ("before", "after", "place", "name"),
-    [("shards", "one file", contents, "read_index"), ("one file", "shards", LocalFiles, "open")],
+    [("shards", "one file", folder_file, "read_index"), ("one file", "shards", LocalFiles, "open")],
 )
 def test_a_checkpoint_takes_another_form_while_a_load_begins(before, after, place, name, tmp_path, monkeypatch):
     """A load finds the one file that replaces shards meanwhile, and the shards that replace one file."""
@@ -53,7 +53,7 @@ def test_a_checkpoint_that_is_always_just_gone(tmp_path, monkeypatch):
         looks.append(path)
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(contents, "read_index", gone)
+    monkeypatch.setattr(folder_file, "read_index", gone)
 
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors\.index\.json"):
         load(tmp_path)

@@ -101,7 +101,7 @@ def test_what_is_not_there(system, tree):
     """A wrong name is an error that lists the files that are there."""
     system.pipe_file("/bucket/m/other.txt", b"")
 
-    with pytest.raises(FileNotFoundError, match=r"the folder must hold a checkpoint[\s\S]*other\.txt"):
+    with pytest.raises(FileNotFoundError, match=r"the folder has no checkpoint[\s\S]*other\.txt"):
         load("memory://bucket/m")
     for read in (load, tdfunc.open):
         with pytest.raises(FileNotFoundError, match=r"No such file.*memory://bucket/no\.safetensors"):

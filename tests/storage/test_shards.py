@@ -13,7 +13,7 @@ import xxhash
 import tdfunc
 from tdfunc import CorruptCheckpointError, TensorDict, UnsupportedError
 from tdfunc.storage.api import load, save
-from tdfunc.storage.safetensors import contents
+from tdfunc.storage.safetensors import folder as folder_file
 from tests.storage.trees import assert_same
 
 INDEX = "model.safetensors.index.json"
@@ -61,9 +61,9 @@ def test_an_index_of_another_algorithm(tmp_path, monkeypatch):
 
     with pytest.raises(CorruptCheckpointError, match="'blake-3'"):
         load(tmp_path / "m")
-    monkeypatch.setattr(contents, "MAX_HEADER_BYTES", index.stat().st_size)
+    monkeypatch.setattr(folder_file, "MAX_HEADER_BYTES", index.stat().st_size)
     assert_same(load(tmp_path / "m", verify=False), tree_of(1))
-    monkeypatch.setattr(contents, "MAX_HEADER_BYTES", index.stat().st_size - 1)
+    monkeypatch.setattr(folder_file, "MAX_HEADER_BYTES", index.stat().st_size - 1)
     with pytest.raises(CorruptCheckpointError, match="the index is too long"):
         load(tmp_path / "m", verify=False)
 
@@ -114,7 +114,7 @@ def test_sizes(size, count, tmp_path):
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "", "0", "-5", "5 0", "1e9", "GB", "5XB", "-1GB", "0.1B"], ids=str)
 def test_what_is_no_size(size, tmp_path):
     """A text or number that is not a size is refused, and nothing is written."""
-    with pytest.raises(ValueError, match=r"max_shard_size must be a size[\s\S]*5GB[\s\S]*got:"):
+    with pytest.raises(ValueError, match=r"max_shard_size is not a size[\s\S]*5GB[\s\S]*got:"):
         save(tree_of(1), tmp_path / "m", max_shard_size=size)
     assert not (tmp_path / "m").exists()
 
@@ -248,19 +248,19 @@ def test_one_shard_alone(folder):
 
 def test_a_reader_between_index_and_shards(folder, monkeypatch):
     """A load whose shards are replaced meanwhile gives the new checkpoint."""
-    plain = contents.read_index
+    plain = folder_file.read_index
     saves = [2, 3]
 
     def slow(path, where, **options):
         result = plain(path, where, **options)
         if saves and options["verify"]:
             value = saves.pop(0)
-            monkeypatch.setattr(contents, "read_index", plain)
+            monkeypatch.setattr(folder_file, "read_index", plain)
             save(tree_of(value), folder, max_shard_size=10_000, fsync=False)
-            monkeypatch.setattr(contents, "read_index", slow)
+            monkeypatch.setattr(folder_file, "read_index", slow)
         return result
 
-    monkeypatch.setattr(contents, "read_index", slow)
+    monkeypatch.setattr(folder_file, "read_index", slow)
 
     assert_same(load(folder), tree_of(3))
 

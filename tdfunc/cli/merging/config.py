@@ -83,7 +83,7 @@ def read_config(text: str) -> Config:
         found = yaml.load(text, Loader)
     # YAML's own classes are errors of Python's for dates, numbers and depths that do not exist.
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as err:
-        raise error(ValueError, "merge: the configuration must be YAML.", got=str(err)) from err
+        raise error(ValueError, "merge: the configuration is not YAML.", got=str(err)) from err
     return make_config(found)
 
 
@@ -106,7 +106,7 @@ def from_options(
     else:
         factors = list(weights)
     if not paths or len(factors) != len(paths):
-        what = "merge: each model must have a --weight."
+        what = "merge: there is not one --weight for each model."
         raise error(ValueError, what, expected=f"{len(paths)} numbers", got=len(factors))
     settings = dict([_option(text) for text in options])
     _check_parameters(method, [settings])
@@ -131,7 +131,7 @@ def _option(text: str) -> tuple[str, Any]:
         try:
             value = ast.literal_eval(written)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as err:
-            what = "merge: --option must be NAME=VALUE, and the value a number, a bool or a list of them."
+            what = "merge: --option is not NAME=VALUE with a number, a bool or a list of them as the value."
             raise error(ValueError, what, expected="density=0.5", got=brief(text)) from err
     schema.setting(value, f"--option {safe(name)[:80]}")
     return name, value
@@ -139,7 +139,7 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _method(name: str) -> Method[...]:
     if name not in METHODS:
-        raise error(ValueError, "merge: the method must be known.", expected=", ".join(METHODS), got=brief(name))
+        raise error(ValueError, "merge: the method is unknown.", expected=", ".join(METHODS), got=brief(name))
     return METHODS[name]
 
 
@@ -204,7 +204,7 @@ def _slices(path: str, module: Mapping[str, Any], method: Method[...], base: str
             inputs.append(Input(base, None, {}))
         return [Slice(inputs, base, {})]
     if not module.get("slices"):
-        what = f"merge: the module {safe(path)[:80]!r} must have models or slices."
+        what = f"merge: the module {safe(path)[:80]!r} has no models or slices."
         raise error(ValueError, what, got=brief(module))
     return [_slice(one, base) for one in module["slices"]]
 
@@ -234,7 +234,7 @@ def _check_parameters(method: Method[...], every: Sequence[Settings]) -> None:
         if "key" in unknown and method.is_random:
             hint = "--seed gives the random numbers."
         raise UnsupportedError(
-            f"merge: {method.name} must not have these parameters: {names[:400]}.",
+            f"merge: {method.name} does not have these parameters: {names[:400]}.",
             expected=", ".join(sorted(known)),
             hint=hint,
         )
@@ -248,7 +248,7 @@ def _check_own(method: Method[...], of_inputs: Sequence[Settings]) -> None:
         own = _all_spellings(method, method.per_model)
         names = safe(", ".join(dict.fromkeys(found)))
         raise UnsupportedError(
-            f"merge: one model must not have these parameters of {method.name}: {names}.",
+            f"merge: these parameters of {method.name} are given for one model: {names}.",
             expected=", ".join(sorted({method.weight or "weight", *own})),
             hint="give them once for all models, in the `parameters` of the configuration, a module or a slice.",
         )
@@ -267,7 +267,7 @@ def _slice(doc: Mapping[str, Any], base: str | None) -> Slice:
     lengths = {len(each.layers) if each.layers is not None else None for each in inputs}
     if len(lengths) != 1 or None in lengths:
         got = brief([each.layers for each in inputs])
-        raise error(ValueError, "merge: the sources of a slice must have equally many layers.", got=got)
+        raise error(ValueError, "merge: the sources of a slice do not have equally many layers.", got=got)
     if doc.get("base_model") is not None:
         base = _model(doc["base_model"])
     return Slice(inputs, base, doc.get("parameters") or {})
@@ -318,7 +318,7 @@ def setting(value: Any, name: str, depth: float) -> Any:
 
 
 def _number(value: Any) -> Any:
-    # YAML reads 1e-5 as a text.
+    # PyYAML 6.0 reads 1e-5 as a text: a number of YAML 1.1 has a point.
     if isinstance(value, str):
         return float(value)
     return value

@@ -64,7 +64,7 @@ def _counts_in(config: Document) -> list[str]:
     """Return the entries that are the number of layers; raise if there is none."""
     counts = [name for name in _COUNTS if name in config]
     if not counts:
-        what = "merge: config.json must have the number of layers, which changes."
+        what = "merge: config.json does not have the number of layers, which changes."
         raise UnsupportedError(what, expected=" or ".join(_COUNTS))
     return counts
 
@@ -115,7 +115,7 @@ def _entry(sources: Mapping[str, Document], one: Taken, name: str) -> Any:
     """Return the entry of a layer in a list of its model."""
     found = sources[one.model].get(name)
     if not isinstance(found, list) or one.number >= len(found):
-        what = f"merge: config.json of {safe(one.model)} must have an entry for each layer in {safe(name)}."
+        what = f"merge: config.json of {safe(one.model)} has no entry for layer {one.number} in {safe(name)}."
         raise UnsupportedError(what, got=brief(found), hint="the first model has such a list.")
     return found[one.number]
 

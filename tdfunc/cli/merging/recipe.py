@@ -12,12 +12,13 @@ from tdfunc.cli.merging.schema import typed
 from tdfunc.cli.output import note, safe, shown
 from tdfunc.cli.sources import Source, Stored, stored_leaves
 from tdfunc.core.collection import LeafOp, TensorCollection
-from tdfunc.core.errors import TieError, TreeStructureError, UnsupportedError, error
+from tdfunc.core.errors import TieError, TreeStructureError, UnsupportedError, brief, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.ops.base.reading import has
 from tdfunc.ops.display.text import count_text
 from tdfunc.storage.tree.build import without_values
+from tdfunc.weights.method import Method
 from tdfunc.weights.swaps.stack_layers import find_layers, node_at, stack_layers, with_node
 
 
@@ -77,7 +78,7 @@ class Models:
         """Return a leaf of a model."""
         if path not in self.leaves[model]:
             raise TreeStructureError(
-                f"merge: {safe(model)} must have the leaf {shown(path)}.", hint="merge models of one architecture."
+                f"merge: {safe(model)} does not have the leaf {shown(path)}.", hint="merge models of one architecture."
             )
         return Part(model, self.leaves[model][path])
 
@@ -134,7 +135,7 @@ def plan(config: Config, models: Models) -> Recipe:
         path = next((path for path in one.paths if path in placed), None)
         if path is None:
             known = ", ".join(config.modules)
-            raise UnsupportedError(f"merge: the leaf {shown(one.path)} must be in one of the modules.", expected=known)
+            raise UnsupportedError(f"merge: the leaf {shown(one.path)} is in none of the modules.", expected=known)
         rows[id(one.leaf)] = _row(config, models, path, *placed[path])
     return Recipe(tree, rows, layers)
 
@@ -170,8 +171,8 @@ def _module_path(name: str, tree: TensorCollection, origin: str) -> Path:
         return ()
     at = tuple(name.split("."))
     if not has(tree, at):
-        what = f"merge: {safe(origin)} must have the module {safe(name)[:80]!r}."
-        raise error(ValueError, what, got=", ".join(tree._data))
+        what = f"merge: {safe(origin)} does not have the module {safe(name)[:80]!r}."
+        raise error(ValueError, what, got=brief([*tree._data]))
     return at
 
 
@@ -228,11 +229,11 @@ def _check_same(models: Models, model: str, at: Path, where: Path | None) -> Non
     if where is not None:
         layers = [path for path in others if _is_below(path, where)]
     if layers:
-        what = f"merge: {safe(model)} must have the layers of {safe(origin)}."
+        what = f"merge: {safe(model)} has more layers than {safe(origin)}."
         raise TreeStructureError(what, got=f"{shown(layers[0])} and more", hint="slices choose layers.")
     untied = [path for path, one in ours.items() if theirs.get(path) is not theirs.get(one.path)]
     if untied:
-        what = f"merge: {shown(untied[0])} must be tied in {safe(model)} as in {safe(origin)}."
+        what = f"merge: {shown(untied[0])} is not tied in {safe(model)} as in {safe(origin)}."
         raise TieError(what, hint="its values would be lost: take a base that does not tie them.")
     if others:
         note(f"{safe(model)}: {count_text(len(others), 'leaf')} not in {safe(origin)} left out: {shown(others[0])}")
@@ -250,8 +251,8 @@ def _check_layers(models: Models, chosen: Slice, where: Path) -> None:
             added = [rest for rest in _leaves_of_layer(models, model, (*where, str(number))) if rest not in known]
             if added:
                 raise TreeStructureError(
-                    f"merge: the layer {number} of {safe(model)} must have the leaves of the layer {own} of "
-                    f"{safe(first.model)}.",
+                    f"merge: layer {number} of {safe(model)} has leaves that layer {own} of {safe(first.model)} "
+                    "does not have.",
                     got=f"{shown(added[0])}, which would be lost",
                     hint="merge models of one architecture.",
                 )
@@ -367,6 +368,10 @@ class _Parameters:
                     return found
         return default
 
+    def find_each(self, names: Sequence[str], default: Any, inputs: Sequence[tuple[Settings, Part]]) -> list[Any]:
+        """Return the value of a parameter for each model, whose own settings prevail."""
+        return [self.find(names, part.stored.path, default, own) for own, part in inputs]
+
 
 def _row(config: Config, models: Models, path: Path, module: str, place: Place) -> Row:
     """Return the row of a leaf of the result, at its first path in a module."""
@@ -384,25 +389,30 @@ def _row(config: Config, models: Models, path: Path, module: str, place: Place) 
     parameters = _Parameters(
         (chosen.parameters, config.module_parameters.get(module, {}), config.parameters), place.depth
     )
-
-    def find_each(names: Sequence[str], default: Any) -> list[Any]:
-        return [parameters.find(names, part.stored.path, default, own) for own, part in inputs]
-
     default_weight = None if method.weight in ("weight", "t") else 1.0
-    weights = find_each([method.weight or "weight"], default_weight)
+    weights = parameters.find_each([method.weight or "weight"], default_weight, inputs)
     if None in weights:
         _, lacking = inputs[weights.index(None)]
         where = f"{safe(lacking.model)}, leaf {shown(path)}"
         raise error(ValueError, f"merge: {method.name} requires the parameter {method.weight} for {where}.")
+    options = _options_of(method, parameters, path, inputs)
+    return Row(path, base, [part for _, part in inputs], weights, options, place.offset is not None)
+
+
+def _options_of(
+    method: Method[...], parameters: _Parameters, path: Path, inputs: Sequence[tuple[Settings, Part]]
+) -> dict[str, Any]:
+    """Return the options of a method for a leaf, some of them a list with a value for each model."""
     options: dict[str, Any] = {}
     for option, default in method.options.items():
         names = spellings(method, option)
         described = f"the parameter {option}"
         if option in method.per_model:
-            options[option] = [typed(value, default, described) for value in find_each(names, default)]
+            values = parameters.find_each(names, default, inputs)
+            options[option] = [typed(value, default, described) for value in values]
         else:
             options[option] = typed(parameters.find(names, path, default), default, described)
-    return Row(path, base, [part for _, part in inputs], weights, options, place.offset is not None)
+    return options
 
 
 def _part_at(models: Models, model: str, layers: range | None, path: Path, place: Place) -> Part:

@@ -23,7 +23,7 @@ from tdfunc.cli.merging.layers import relayer
 from tdfunc.cli.merging.recipe import Models, Recipe, Row, plan
 from tdfunc.cli.merging.vocabulary import Vocabulary, make_vocabulary
 from tdfunc.cli.numbers import FINITE, cast, has_values, not_finite
-from tdfunc.cli.output import note, progress, safe, shown
+from tdfunc.cli.output import listed, note, progress, safe, shown
 from tdfunc.cli.scales import HINT, check_cast, check_equal_codes, kept_leaves, read_all, refuse_adapters
 from tdfunc.cli.sources import Source, Tick, open_source, stored_leaves
 from tdfunc.cli.ties import share_ties
@@ -42,18 +42,12 @@ Codes: TypeAlias = Mapping[str, set[int]]
 
 def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bool = False) -> None:
     """Write the merge of the models; memory holds one leaf of each at a time."""
-    out_dtype = None
-    name = config.out_dtype or config.dtype
-    if name is not None:
-        out_dtype = find_dtype(name)
+    out_dtype = _dtype_of(config)
     _refuse_adapters(config.models)
     with ExitStack() as stack:
         sources = {path: stack.enter_context(open_source(path)) for path in config.models}
         origin = sources[config.models[0]]
-        has_suffix = bool(os.path.splitext(target.path)[1])
-        if target.format is None and origin.format != "memmap" and not has_suffix:
-            target = target._replace(format="shards")
-        target = make_target(target, origin)
+        target = make_target(_in_shards(target, origin), origin)
         _prepare(list(sources.values()))
         recipe = plan(config, Models(sources))
         vocabulary = None
@@ -68,17 +62,13 @@ def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bo
         _check_numbers(config, recipe, codes)
         if not take_first:
             _check_values(list(sources.values()))
-        beside = {}
-        # Other folders, such as a step of a run, have files that would make the result one of their kind.
-        if target.format == "shards" and os.path.isfile(os.path.join(origin.path, "config.json")):
+        beside: dict[str, bytes] = {}
+        if _is_model_folder(target, origin):
             beside = _describe(config, origin, recipe, vocabulary, out_dtype)
-        if beside and is_remote(target.path):
-            raise UnsupportedError(f"merge {target.path}: a folder with config.json must be on this machine.")
+            if is_remote(target.path):
+                raise UnsupportedError(f"merge {target.path}: a folder with config.json cannot be written to a URL.")
         lost = Counter[int]()
-        size = 0
-        for row in recipe.rows.values():
-            size += sum(part.stored.size_bytes for part in row.every)
-        with progress("merge", size) as tick:
+        with progress("merge", _size_bytes(recipe)) as tick:
             merger = _Merger(
                 config,
                 recipe,
@@ -93,6 +83,36 @@ def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bo
             )
             write(target, recipe.tree, merger.values, origin, lost)
         write_beside(target.path, beside)
+
+
+def _dtype_of(config: Config) -> torch.dtype | None:
+    """Return the dtype of the result; None if each leaf keeps its own."""
+    name = config.out_dtype or config.dtype
+    return None if name is None else find_dtype(name)
+
+
+def _in_shards(target: Target, origin: Source) -> Target:
+    """Return a target without a format or suffix as a folder of shards, unless the first model is a memmap folder."""
+    has_suffix = bool(os.path.splitext(target.path)[1])
+    if target.format is None and origin.format != "memmap" and not has_suffix:
+        return target._replace(format="shards")
+    return target
+
+
+def _is_model_folder(target: Target, origin: Source) -> bool:
+    """Return whether the result is a folder with the files that transformers reads beside the weights.
+
+    Other folders, such as a step of a run, have files that would make the result one of their kind.
+    """
+    return target.format == "shards" and os.path.isfile(os.path.join(origin.path, "config.json"))
+
+
+def _size_bytes(recipe: Recipe) -> int:
+    """Return the bytes of all leaves that are read."""
+    size_bytes = 0
+    for row in recipe.rows.values():
+        size_bytes += sum(part.stored.size_bytes for part in row.every)
+    return size_bytes
 
 
 def _prepare(sources: Sequence[Source]) -> None:
@@ -172,17 +192,17 @@ def is_merged(leaf: Tensor) -> bool:
 def _check_values(sources: Sequence[Source]) -> None:
     lines = unequal_values(sources, [source.tree for source in sources])
     if lines:
-        what = "merge: non-tensor data must be equal in all models; these differ:"
+        what = "merge: non-tensor data differ between the models:"
         first = safe(sources[0].path)
         hint = f"--unequal first takes them from {first}; tdfunc extract --filter writes a part without them."
-        raise LeafMismatchError("\n    ".join([what, *lines]), hint=hint)
+        raise LeafMismatchError("\n    ".join([what, *listed(lines)]), hint=hint)
 
 
 def _refuse_adapters(models: list[str]) -> None:
     for path in models:
         if os.path.isfile(os.path.join(path, "adapter_config.json")):
             raise UnsupportedError(
-                f"merge {path}: this must be a model and not an adapter, whose factors cannot be merged one by one.",
+                f"merge {path}: this is an adapter and not a model; its factors cannot be merged one by one.",
                 hint="tdf.lora.load(folder, params) and lora.merge(params, adapters) make a model of it.",
             )
 
@@ -227,9 +247,7 @@ def _form(
         made[id(one.leaf)] = new
         rows[id(new)] = row
     if vocabulary is not None and not resized:
-        raise UnsupportedError(
-            "merge: a leaf must have the vocabulary as its first dimension.", hint="leave tokenizer out."
-        )
+        raise UnsupportedError("merge: no leaf has the vocabulary as its first dimension.", hint="leave tokenizer out.")
     tree = recipe.tree._map(LeafOp("merge", lambda leaf: made[id(leaf)]))
     return Recipe(tree, rows, recipe.layers), resized
 
@@ -245,8 +263,9 @@ def _check_shapes(recipe: Recipe, resized: set[int]) -> None:
             specs = ", ".join(f"{part.stored.spec} in {safe(part.model)}" for part in row.every)
             lines.append(f"{shown(row.path)}: {specs}")
     if lines:
+        what = f"merge: leaves have different shapes; {count_text(len(lines), 'difference')}:"
         raise LeafMismatchError(
-            "\n    ".join([f"merge: leaves must have one shape; {count_text(len(lines), 'difference')}:", *lines]),
+            "\n    ".join([what, *listed(lines)]),
             hint="where vocabularies differ, tokenizer: {source: union} makes them one; nothing is cut.",
         )
 
@@ -267,7 +286,7 @@ def _same(row: Row, leaves: dict[str, Tensor], take_first: bool) -> Tensor:
     first = next(iter(leaves.values()))
     if not take_first and not all(torch.equal(x, first) for x in leaves.values()):
         raise LeafMismatchError(
-            f"merge: {shown(row.path)} ({first.dtype}) must be equal in all models.",
+            f"merge: {shown(row.path)} ({first.dtype}) differs between the models.",
             hint="--unequal first takes it from the first model.",
         )
     return first

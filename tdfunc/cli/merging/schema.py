@@ -124,7 +124,7 @@ def mapping(required: tuple[str, ...] = (), **entries: Form) -> Form:
         unknown = [str(name) for name, one in value.items() if name not in entries and one is not None]
         if unknown:
             names = safe(", ".join(unknown[:10]))
-            raise UnsupportedError(f"merge: {at} must not have these entries: {names}.", expected=", ".join(entries))
+            raise UnsupportedError(f"merge: {at} has unknown entries: {names}.", expected=", ".join(entries))
         for name in required:
             if value.get(name) is None:
                 raise refusal(at, f"a mapping with the entry {name}", value)

@@ -46,7 +46,7 @@ class Vocabulary:
         # If the sizes differ between models, no other dimension is possible.
         shape = parts[0].stored.leaf.shape
         if len(set(sizes)) == 1 and sizes[0] in shape[1:]:
-            what = f"merge: only one dimension of {shown(row.path)} must have the size of the vocabulary."
+            what = f"merge: several dimensions of {shown(row.path)} have the size of the vocabulary."
             raise UnsupportedError(what, got=list(shape), hint="leave tokenizer out, and keep one vocabulary.")
         return True
 
@@ -104,7 +104,9 @@ def make_vocabulary(config: Config, models: Sequence[str]) -> Vocabulary:
     _, last = in_order[-1]
     count = last + 1
     if count != len(tokens):
-        raise UnsupportedError("merge: the tokens of the result must be numbered without gaps.", got=f"{count} numbers")
+        raise UnsupportedError(
+            "merge: the numbers of the result's tokens have gaps.", got=f"{len(tokens)} tokens, {count} numbers"
+        )
     known = set(tokens)
     for name in models:
         lost = len(words[name].keys() - known)
@@ -140,7 +142,9 @@ def _tokenizer(folder: str) -> Any:
     try:
         return load_tokenizer(folder, "merge: tokenizer")
     except (OSError, ValueError) as err:
-        raise UnsupportedError(f"merge: {safe(folder)} must have a tokenizer.", got=safe(str(err))[:200]) from err
+        raise UnsupportedError(
+            f"merge: {safe(folder)} has no tokenizer that can be loaded.", got=safe(str(err))[:200]
+        ) from err
 
 
 def _vocab_size(folder: str) -> int:
@@ -148,5 +152,5 @@ def _vocab_size(folder: str) -> int:
     with open(path, encoding="utf-8") as file:
         found = json.load(file).get("vocab_size")
     if not isinstance(found, int):
-        raise UnsupportedError(f"merge: {safe(path)} must have a vocab_size.", hint="leave tokenizer out.")
+        raise UnsupportedError(f"merge: {safe(path)} has no vocab_size.", hint="leave tokenizer out.")
     return found

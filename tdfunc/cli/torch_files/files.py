@@ -152,7 +152,7 @@ def _load_shards(path: str) -> _Shards:
         homes: dict[str, str] = parse_json(raw)["weight_map"]
         names = list(dict.fromkeys(homes.values()))
         if not all(_is_file_name(name) for name in names):
-            raise damaged("the index must name files in its folder.", got=", ".join(map(repr, names[:5])))
+            raise damaged("the index names files outside of its folder.", got=", ".join(map(repr, names[:5])))
     files = [os.path.join(os.path.dirname(path), name) for name in names]
     found = {name: _load(file) for name, file in zip(names, files, strict=True)}
     lacking = [key for key, home in homes.items() if not isinstance(found[home], Mapping) or key not in found[home]]

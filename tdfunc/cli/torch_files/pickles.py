@@ -162,7 +162,9 @@ def load_pickled(path: str, *, is_archive: bool) -> Any:
             raise _unknown_protocol(path, protocol) from err
         # Damage raises errors of all kinds.
         except Exception as err:
-            raise damaged(f"{path}: torch.load must read the file.", got=f"{type(err).__name__}: {err}"[:300]) from err
+            raise damaged(
+                f"{path}: torch.load cannot read the file.", got=f"{type(err).__name__}: {err}"[:300]
+            ) from err
 
 
 def _names_of_classes(path: str) -> list[str]:
@@ -233,7 +235,7 @@ def _unknown_protocol(path: str, protocol: int) -> UnsupportedError:
 def _refusal(path: str, text: str) -> UnsupportedError | CorruptCheckpointError:
     lines = [line.strip() for line in text.splitlines() if "nsupported" in line or "Can only" in line]
     return UnsupportedError(
-        f"{path} must contain only tensors and plain data; other objects run code when they are read.",
+        f"{path} has more than tensors and plain data; other objects run code when they are read.",
         got="".join(lines)[:300] or None,
         hint="in a program that trusts the file, save its state dict anew.",
     )

@@ -146,7 +146,11 @@ def _following(template: TokenTemplate, new: Conversation, prompt: bool) -> tupl
         results = [message for message in new.messages if message["role"] == "tool"]
     marked = template.marked([*_standing_in(results), *new.messages], new.tools, prompt=prompt)
     if not marked.replies:
-        raise error(ValueError, "append_messages: the template must render the reply before them.", got=marked.text)
+        raise error(
+            ValueError,
+            "append_messages: the template drops the reply before the messages.",
+            got=repr(marked.text[-80:]),
+        )
     stop = marked.replies[0].stop
     end = template.template.inner_end
     # An end of turn is one token, which stays apart from what follows.
@@ -255,7 +259,7 @@ class _Growth:
             if not self.retokenize:
                 raise error(
                     ValueError,
-                    f"{describe(self.fresh.conversation, place)}: token_ids must decode to the text of the message.",
+                    f"{describe(self.fresh.conversation, place)}: token_ids do not decode to the text of the message.",
                     expected=repr(message.get("content"))[:200],
                     got=repr(decode(self.template.text_tokenizer, sampled))[:200],
                     hint="use message.replace(token_ids=None) after an edit, or retokenize=True.",

@@ -100,7 +100,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         if isinstance(role, NonTensorData) and not isinstance(role.data, str):
             raise error(
                 TypeError,
-                "History.role must be text, or a list of texts along the batch.",
+                "History.role is not a text, or a list of texts along the batch.",
                 got=f"{role.data!r} with batch size {list(size)}"[:200],
                 hint=f"batch_size=[{len(role.data)}] for a list." if isinstance(role.data, list) else None,
             )
@@ -205,11 +205,11 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         n = len(self._batch_size)
         if not n:
             raise BatchSizeError(
-                "append: the history must have a dimension of messages.", got="one message", hint="unsqueeze(0) first."
+                "append: the history has no dimension of messages.", got="one message", hint="unsqueeze(0) first."
             )
         if len(history._batch_size) != n - 1:
             raise BatchSizeError(
-                "append: the element must have one dimension less than the history.",
+                "append: the element does not have one dimension less than the history.",
                 expected=f"{n - 1} of the dimensions {list(self._batch_size)}",
                 got=f"batch size {list(history._batch_size)}",
                 hint="extend() takes several messages.",
@@ -238,7 +238,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         n = len(self._batch_size)
         if n != len(history._batch_size) or not n:
             raise BatchSizeError(
-                "extend: both histories must have one number of dimensions, at least one.",
+                "extend: the histories differ in the number of dimensions, or have none.",
                 expected=f"{n}: {list(self._batch_size)}",
                 got=f"{len(history._batch_size)}: {list(history._batch_size)}",
             )
@@ -341,7 +341,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         if return_dict is None:
             return_dict = return_assistant_tokens_mask
         if return_assistant_tokens_mask and not return_dict:
-            raise error(ValueError, "apply_chat_template: masks are in a tree, so return_dict must not be False.")
+            raise error(ValueError, "apply_chat_template: return_dict=False excludes masks, which are in a tree.")
         if tokenize is None:
             tokenize = bool(return_dict or return_tensors)
         given = {
@@ -405,7 +405,7 @@ def _read_chats(cls: Any, chats: Any, where: str) -> Any:
     if isinstance(chats, Mapping):
         messages = chats.get("messages")
         if not isinstance(messages, Sequence) or isinstance(messages, str):
-            raise error(TypeError, f"{where}: a conversation must have a list of messages.", got=repr(chats)[:200])
+            raise error(TypeError, f"{where}: a conversation has no list of messages.", got=repr(chats)[:200])
         _warn_of_entries(chats, where)
         read = read_messages(messages, where)
         tools = read_tools(chats.get("tools"), where)
@@ -414,7 +414,10 @@ def _read_chats(cls: Any, chats: Any, where: str) -> Any:
         return conversation_of(cls, read)
     if not isinstance(chats, Sequence) or isinstance(chats, str):
         raise error(
-            TypeError, f"{where}: there must be lists of messages.", expected="a list of dicts", got=repr(chats)[:200]
+            TypeError,
+            f"{where}: this is not a list of messages, nor of such lists.",
+            expected="a list of dicts",
+            got=repr(chats)[:200],
         )
     if all([is_message(item) for item in chats]):
         return _read_chats(cls, {"messages": chats}, where)
@@ -450,7 +453,7 @@ def _joined(a: Any, b: Any, dim: int, *, lazy: bool) -> Any:
         rows = [_joined(*pair, dim - 1, lazy=lazy) for pair in zip(rows, others, strict=True)]
     else:
         raise BatchSizeError(
-            "extend: the histories must agree in the other dimensions.",
+            "extend: the histories differ in the other dimensions.",
             expected=str(list(a._batch_size)),
             got=str(list(b._batch_size)),
         )

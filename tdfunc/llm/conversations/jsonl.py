@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from tdfunc.core.errors import error
+from tdfunc.core.errors import brief, error
 from tdfunc.llm.conversations.history import History
 from tdfunc.llm.messages.columns import per_conversation
 from tdfunc.llm.messages.message import load_json
@@ -70,4 +70,4 @@ def json_lines(path: "str | os.PathLike[str]", name: str) -> Iterator[tuple[int,
             try:
                 yield number, line, load_json(line)
             except ValueError as err:
-                raise error(ValueError, f"{name}: line {number} must be JSON: {err}.", got=line[:100]) from err
+                raise error(ValueError, f"{name}: line {number} is not JSON: {err}.", got=brief(line)) from err

@@ -157,7 +157,7 @@ def tokenize_prompts(
     if len(prompts) != len(responses):
         raise error(
             ValueError,
-            "tokenize_prompts: there must be one response for each prompt.",
+            "tokenize_prompts: there is not one response for each prompt.",
             expected=f"{len(prompts)} responses",
             got=str(len(responses)),
         )

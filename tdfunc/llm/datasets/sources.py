@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 
-from tdfunc.core.errors import ConcurrencyError, MissingKeyError, UnsupportedError, error
+from tdfunc.core.errors import ConcurrencyError, MissingKeyError, UnsupportedError, brief, error
 from tdfunc.llm.conversations.jsonl import json_lines
 
 _PIECE_BYTES = 4 << 20
@@ -28,7 +28,7 @@ def read_records(path: "str | os.PathLike[str]") -> Iterator[dict[str, Any]]:
     if suffix not in readers:
         raise error(
             ValueError,
-            f"read_records {name}: the file must end in .jsonl, .txt or .parquet.",
+            f"read_records {name}: the name does not end in .jsonl, .txt or .parquet.",
             got=suffix or "none",
             hint="pass an iterable of dicts instead.",
         )
@@ -38,7 +38,7 @@ def read_records(path: "str | os.PathLike[str]") -> Iterator[dict[str, Any]]:
 def _json_lines(name: str) -> Iterator[dict[str, Any]]:
     for number, line, record in json_lines(name, name):
         if not isinstance(record, dict):
-            raise error(ValueError, f"{name}: line {number} must be a JSON object.", got=line[:100])
+            raise error(ValueError, f"{name}: line {number} is not a JSON object.", got=brief(line))
         yield record
 
 
@@ -82,7 +82,7 @@ class Records:
         if isinstance(source, Mapping) or hasattr(source, "iterrows"):
             raise error(
                 TypeError,
-                "The source must be an iterable of records.",
+                "the source is a table, not an iterable of records.",
                 got=f"a {type(source).__name__} of columns",
                 hint='pass frame.to_dict("records").',
             )
@@ -106,10 +106,10 @@ class Records:
         for i, given in enumerate(records):
             record = {"text": given} if isinstance(given, str) else given
             if not isinstance(record, Mapping):
-                raise error(TypeError, f"Record {i} must be a dict or a text.", got=repr(record)[:200])
+                raise error(TypeError, f"Record {i} is not a dict or a text.", got=brief(record))
             for name in self._entries:
                 if name not in record:
-                    raise MissingKeyError(f"Record {i} has no {name!r}.", got=str(list(record))[:200])
+                    raise MissingKeyError(f"Record {i} has no {name!r}.", got=brief(list(record)))
             yield {name: record[name] for name in (*self._entries, *self._optional) if name in record}
 
     @cached_property

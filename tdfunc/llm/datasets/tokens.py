@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor
 
 from tdfunc._tensordict import TensorDict
-from tdfunc.core.errors import CorruptCheckpointError, as_count, error
+from tdfunc.core.errors import CorruptCheckpointError, as_count, brief, error
 from tdfunc.llm.datasets.prompts import prompt_rows
 from tdfunc.llm.datasets.sources import Records
 from tdfunc.llm.encoding.chat import chat_rows
@@ -116,7 +116,7 @@ class TokenDataset:
         layout.check("batch")
         if not layout.pads:
             raise error(
-                ValueError, "batch: rows must be padded.", got=f"padding={padding!r}", hint="data[i] has no pads."
+                ValueError, "batch: the rows are not padded.", got=f"padding={padding!r}", hint="data[i] has no pads."
             )
         places = self._trainable("batch", self._places(rows), layout, untrained)
 
@@ -209,7 +209,7 @@ class TokenDataset:
         for number in given:
             row = _row_number(number)
             if not -n <= row < n:
-                raise error(IndexError, "The row must exist.", expected=f"one of {n} rows", got=str(row))
+                raise error(IndexError, f"row {row} does not exist.", expected=f"one of {n} rows", got=str(row))
             places.append(row % n)
         return places
 
@@ -225,7 +225,7 @@ def _row_number(number: Any) -> int:
     if isinstance(number, (bool, np.bool_)):
         raise error(
             TypeError,
-            "A row must be a number and not a bool.",
+            "a row is a bool and not a number.",
             got=str(number),
             hint="mask.nonzero().flatten() has them.",
         )
@@ -408,7 +408,11 @@ def _check_kind(records: Sequence[dict[str, Any]], names: Sequence[str], first: 
     for i, record in enumerate(records, first):
         for name in names:
             if not isinstance(record[name], kind):
-                raise error(TypeError, f"Record {i}: {name!r} must be a {expected}.", got=repr(record[name])[:200])
+                raise error(
+                    TypeError,
+                    f"Record {i}: {name!r} is not a {expected} as in the first record.",
+                    got=brief(record[name]),
+                )
 
 
 class _Column:

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from tdfunc.core.errors import error
-from tdfunc.llm.encoding.encode import encode_marked, encode_texts, has_hidden_control, mask_of
+from tdfunc.llm.encoding.encode import Encoded, encode_marked, encode_texts, has_hidden_control, mask_of
 from tdfunc.llm.encoding.padding import EncodedRow, Layout, arrange, pad_id_of
 from tdfunc.llm.encoding.trained import check_masks
 from tdfunc.llm.messages.columns import Conversation, conversation_in, per_conversation, without_ids
 from tdfunc.llm.templates.base import (
     AbstractTemplate,
     Marked,
+    Span,
     check_safe,
     control_strings,
     find_forged,
@@ -151,11 +152,16 @@ def chat_rows(
             made = encoded[i]
             if has_hidden_control(own, texts[i], made.ids, control):
                 made = encode_marked(own, Marked(texts[i], [], []), control)
-        row = {"input_ids": torch.tensor(made.ids, dtype=torch.int64)}
-        if masks:
-            row["assistant_masks"] = torch.tensor(mask_of(made, marked[i].replies), dtype=torch.bool)
-        rows.append(row)
+        rows.append(_row_of(made, marked[i].replies if masks else None))
     return rows
+
+
+def _row_of(made: Encoded, replies: Sequence[Span] | None) -> EncodedRow:
+    """Return the ids of a conversation, with the mask of the replies if they are given."""
+    row = {"input_ids": torch.tensor(made.ids, dtype=torch.int64)}
+    if replies is not None:
+        row["assistant_masks"] = torch.tensor(mask_of(made, replies), dtype=torch.bool)
+    return row
 
 
 # Any: nested lists of places, as deep as the batch.

@@ -145,7 +145,7 @@ def encode_marked(tokenizer: Any, marked: Marked, control: tuple[str, ...]) -> E
         if each not in copy.names:
             raise error(
                 ValueError,
-                f"A content has {each!r}, which is ordinary text to this tokenizer, and could forge a message.",
+                f"a content has {each!r}, which is ordinary text to this tokenizer, and could forge a message.",
                 expected="contents without control strings",
                 hint="add it to the tokenizer as a special token.",
             )
@@ -262,13 +262,13 @@ def _private_copy(tokenizer: Any, control: tuple[str, ...], text: str) -> _Priva
 
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise UnsupportedError(
-            "A content has a control string, which this tokenizer cannot encode as ordinary text.",
+            "a content has a control string, which this tokenizer cannot encode as ordinary text.",
             expected="a tokenizer of the package tokenizers (PreTrainedTokenizerFast)",
             got=type(tokenizer).__name__,
         )
     guard = next((each for each in _GUARDS if each not in text), None)
     if guard is None:
-        raise error(ValueError, "A content has every character by which control tokens are renamed.", got=str(_GUARDS))
+        raise error(ValueError, "a content has every character by which control tokens are renamed.", got=str(_GUARDS))
     data = json.loads(tokenizer.backend_tokenizer.to_str())
     names: dict[str, str] = {}
     ids: dict[str, int] = {}

@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import error
+from tdfunc.core.errors import brief, error
 from tdfunc.llm.encoding.encode import encode_texts, known_text
 from tdfunc.llm.encoding.padding import EncodedRow, Layout, arrange, pad_id_of
 from tdfunc.llm.templates.base import text_tokenizer
@@ -71,7 +71,7 @@ def _number(text: Any, flat: list[str]) -> Any:
     if isinstance(text, (list, tuple)):
         items: Sequence[Any] = text
         return [_number(item, flat) for item in items]
-    raise error(TypeError, "tokenize_text: each element must be a text or a list of texts.", got=repr(text)[:200])
+    raise error(TypeError, "tokenize_text: an element is not a text or a list of texts.", got=brief(text))
 
 
 def text_rows(

@@ -123,7 +123,7 @@ def check_masks(
         if replies and not bool(unmask_first(row)[_MASK].any()):
             raise error(
                 ValueError,
-                f"{call}: the assistant mask of conversation {first + i} would be empty.",
+                f"{call}: the assistant mask of conversation {first + i} is empty.",
                 expected=f"tokens of {describe(conversation, replies[0])}",
                 hint="use a larger max_length; a template with {% generation %} must mark its replies.",
             )

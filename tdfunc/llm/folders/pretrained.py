@@ -53,13 +53,13 @@ def load_pretrained(folder: "str | os.PathLike[str]", *, cls: type[Any] | None =
     )
     if info.get("mismatched_keys"):
         name, got, expected = sorted(info["mismatched_keys"])[0]
-        raise LeafMismatchError(f"load_pretrained: {name} must have its shape.", expected=list(expected), got=list(got))
+        raise LeafMismatchError(f"load_pretrained: {name} has another shape.", expected=list(expected), got=list(got))
     # Any: without stubs.
     missing: list[Any] = sorted(info.get("missing_keys") or ())
     unexpected: list[Any] = sorted(info.get("unexpected_keys") or ())
     if missing or unexpected:
         raise TreeStructureError(
-            f"load_pretrained: {os.fspath(folder)} must have the leaves of {type(model).__name__}.",
+            f"load_pretrained: {os.fspath(folder)} does not have the leaves of {type(model).__name__}.",
             expected=_some(missing),
             got=_some(unexpected),
         )
@@ -99,7 +99,7 @@ def save_pretrained(
     # Any: an attribute of transformers' models.
     config: Any = getattr(model, "config", None)
     if config is None:
-        raise UnsupportedError("save_pretrained: the model must be one of transformers.", got=type(model).__name__)
+        raise UnsupportedError("save_pretrained: this is not a model of transformers.", got=type(model).__name__)
     state = _state_of(params, model)
     loaded = source if source is not None else getattr(config, "_name_or_path", "")
     # The files beside the weights: of the folder, or made from the model.
@@ -116,7 +116,7 @@ def save_pretrained(
         if scales and not any([name in named for name in scales]):
             _remove_codes(beside)
     elif source is not None:
-        raise error(FileNotFoundError, f"save_pretrained: {os.fspath(source)} must be a folder with a config.json.")
+        raise error(FileNotFoundError, f"save_pretrained: {os.fspath(source)} is not a folder with a config.json.")
     else:
         beside = _generation_file(model)
     beside["config.json"] = _config_file(model, beside.get("config.json"), _dtype_name(named))
@@ -179,7 +179,7 @@ def _state_of(params: TensorCollection, model: nn.Module) -> dict[str, Tensor]:
     unexpected = [name for name in given if name not in own and name not in not_persistent]
     if missing or unexpected:
         raise TreeStructureError(
-            f"save_pretrained: the tree must have the leaves of {type(model).__name__}.",
+            f"save_pretrained: the tree does not have the leaves of {type(model).__name__}.",
             expected=_some(missing),
             got=_some(unexpected),
             hint="pass tdf.combine(params, buffers), which has both.",
@@ -190,7 +190,7 @@ def _state_of(params: TensorCollection, model: nn.Module) -> dict[str, Tensor]:
     for name in first.values():
         leaf = given[name]
         if leaf.shape != own[name].shape:
-            what = f"save_pretrained: {name} must have the shape that it has in {type(model).__name__}."
+            what = f"save_pretrained: {name} has another shape than in {type(model).__name__}."
             raise LeafMismatchError(what, expected=list(own[name].shape), got=list(leaf.shape))
         state[name] = leaf.detach()
     return state
@@ -201,7 +201,7 @@ def _check_tied(given: Mapping[str, Tensor], first: str, name: str, model: nn.Mo
     one = given[first]
     other = given.get(name, one)
     if one is not other and not torch.equal(one, other):
-        what = f"save_pretrained: {name} and {first} are tied in {type(model).__name__}, and must be equal."
+        what = f"save_pretrained: {name} and {first} are tied in {type(model).__name__}, and differ in the tree."
         raise TieError(what, hint="use a model with tie_word_embeddings=False, which has both.")
 
 
@@ -224,7 +224,7 @@ def _shapes_in(source: str) -> dict[str, list[int]]:
     if others and not any([name.endswith(".safetensors") for name in files]):
         made = shlex.quote(os.path.join(source, SINGLE))
         raise UnsupportedError(
-            f"save_pretrained: {source} must have its leaves in safetensors, to compare their names.",
+            f"save_pretrained: {source} has no safetensors, whose names are compared.",
             got=others[0],
             hint=f"tdfunc convert {shlex.quote(source)} {made}, in a shell; then save again.",
         )
@@ -261,7 +261,7 @@ def _check_names(named: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]
     unexpected = [name for name in named if name not in shapes]
     if unexpected:
         raise UnsupportedError(
-            f"save_pretrained: the leaves must get the names of {source}.",
+            f"save_pretrained: the leaves do not get the names of {source}.",
             expected=_some([name for name in shapes if name not in named]),
             got=_some(unexpected),
             hint="pass the folder from which the model was loaded as source=.",
@@ -269,7 +269,9 @@ def _check_names(named: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]
     for name, leaf in named.items():
         if list(leaf.shape) != shapes[name]:
             raise UnsupportedError(
-                f"save_pretrained: {name} must have its shape in {source}.", expected=shapes[name], got=list(leaf.shape)
+                f"save_pretrained: {name} has another shape than in {source}.",
+                expected=shapes[name],
+                got=list(leaf.shape),
             )
 
 

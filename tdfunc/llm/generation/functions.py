@@ -89,7 +89,7 @@ def generate(
         options = GenerationOptions.parse(generate_kwargs)
     elif generate_kwargs:
         given = ", ".join(map(repr, ["options", *generate_kwargs]))
-        raise error(TypeError, "generate: options must come alone.", got=given)
+        raise error(TypeError, "generate: options= excludes further options.", got=given)
     lead = td._batch_size
     count = options.num_return_sequences
     batch = read_tokens(td, TokenKeys(tokens_key, mask_key, masks_key), "prompt", "generate")

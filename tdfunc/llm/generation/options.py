@@ -137,14 +137,14 @@ class GenerationOptions:
         if unknown:
             raise error(
                 TypeError,
-                f"generate: {unknown[0]!r} must be one of the options.",
+                f"generate: {unknown[0]!r} is not an option.",
                 expected=", ".join(sorted({*known, *_LEGACY})),
-                got=", ".join(map(repr, unknown)),
+                got=", ".join(map(repr, unknown[:10])),
             )
         if num_samples is not None and given.setdefault("num_return_sequences", num_samples) != num_samples:
             raise error(
                 ValueError,
-                "generate: num_samples must equal num_return_sequences if both are given.",
+                "generate: num_samples and num_return_sequences differ.",
                 expected=num_samples,
                 got=given["num_return_sequences"],
             )
@@ -161,7 +161,7 @@ class GenerationOptions:
         for field in fields(self):
             value = getattr(self, field.name)
             if value != field.default:
-                changed.append(f"{field.name}={value!r}")
+                changed.append(f"{field.name}={brief(value)}")
         raise error(ValueError, f"generate: {rule}", got=", ".join(changed))
 
     def _find_bad_value(self) -> str | None:
@@ -181,14 +181,14 @@ class GenerationOptions:
         """Return the rule that two options break together, or None."""
         if self.cuts and not self.samples:
             cut = next(name for name in _CUTS if getattr(self, name) is not None)
-            return f"{cut} must come with sampling: temperature=1.0 or do_sample=True."
+            return f"{cut} has no effect without sampling: temperature=1.0 or do_sample=True."
         if self.num_beams != 1 and self.samples:
-            return "beams must come without sampling."
+            return "beams exclude sampling."
         has_beam_options = self.length_penalty != 1.0 or self.early_stopping is not False
         if has_beam_options and self.num_beams == 1:
-            return "length_penalty and early_stopping must come with beams."
+            return "length_penalty and early_stopping have no effect without beams."
         if not self.samples and self.num_return_sequences > self.num_beams:
-            return "several responses to a prompt must come from sampling, or from as many beams."
+            return "several responses to a prompt need sampling, or as many beams."
         return None
 
 
@@ -271,7 +271,7 @@ def _texts(given: Any) -> tuple[str, ...]:
         texts = tuple(given)
     for text in texts:
         if not isinstance(text, str):
-            raise error(TypeError, "generate: a stop sequence must be a text.", got=brief(text))
+            raise error(TypeError, "generate: a stop sequence is not a text.", got=brief(text))
     return texts
 
 
@@ -297,13 +297,13 @@ def _temperature(do_sample: bool | None, temperature: float | None) -> float:
     if not do_sample:
         if temperature:
             got = f"temperature={temperature}"
-            raise error(ValueError, "generate: do_sample=False must come with temperature 0.", got=got)
+            raise error(ValueError, "generate: do_sample=False excludes a temperature above 0.", got=got)
         return 0.0
     if temperature is None:
         return 1.0
     if temperature == 0:
         got = "temperature=0"
-        raise error(ValueError, "generate: do_sample=True must come with a temperature above 0.", got=got)
+        raise error(ValueError, "generate: do_sample=True excludes temperature 0.", got=got)
     return float(temperature)
 
 
@@ -323,7 +323,7 @@ def _of_config(config: "GenerationConfig | None") -> dict[str, Any]:
     if limit is not None and "max_new_tokens" not in entries:
         raise error(
             ValueError,
-            "generate: a GenerationConfig must have max_new_tokens instead of max_length.",
+            "generate: the GenerationConfig has max_length, and no max_new_tokens.",
             got=f"max_length={limit}",
         )
     return {_CONFIG.get(name, name): value for name, value in entries.items()}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.context import has_values
-from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.errors import UnsupportedError, brief, error
 from tdfunc.llm.encoding.encode import texts_behind
 from tdfunc.llm.generation.beams import Beams, search
 from tdfunc.llm.generation.decode import BLOCK, Decoded, Stop, decode, pad_left
@@ -194,7 +194,7 @@ def _generate(call: _Call, rows: Sequence[Tensor], progress: bool) -> list[Respo
             found |= zip(places, responses, strict=True)
     for i, response in found.items():
         if response.log_probs is not None and bool(response.log_probs.isnan().any()):
-            raise error(ValueError, f"generate: the logits of row {i // count} must be numbers.", got="NaN")
+            raise error(ValueError, f"generate: the logits of row {i // count} are not numbers.", got="NaN")
     return [found[i] for i in range(len(found))]
 
 
@@ -309,13 +309,13 @@ def _check(
             hint="call it for each member: generate(lm, params[i], td, ...).",
         )
     if lm.apply.training:
-        raise error(ValueError, "generate: the model must be in evaluation mode.", hint="lm.train(False)")
+        raise error(ValueError, "generate: the model is in training mode.", hint="lm.train(False)")
     if options.max_new_tokens is None:
-        raise error(ValueError, "generate: max_new_tokens must be given.")
+        raise error(ValueError, "generate: max_new_tokens is missing.")
     if options.samples:
         _check_keys(keys, len(prompts) * options.num_return_sequences)
     if options.stop_sequences and tokenizer is None:
-        raise error(ValueError, "generate: stop sequences must come with a tokenizer.", got=options.stop_sequences)
+        raise error(ValueError, "generate: stop sequences need a tokenizer.", got=brief(options.stop_sequences))
     for row, prompt in enumerate(prompts):
         _check_length(lm, row, len(prompt), options.max_new_tokens)
 
@@ -331,7 +331,7 @@ def _check_keys(keys: Tensor | None, count: int) -> None:
         hint = None
     raise error(
         ValueError,
-        "generate: sampling must have a random key for each response.",
+        "generate: sampling has no random key for each response.",
         expected=f"shape {(count, 2)}",
         got=got,
         hint=hint,
@@ -341,7 +341,7 @@ def _check_keys(keys: Tensor | None, count: int) -> None:
 def _check_length(lm: CausalLM, row: int, length: int, max_new_tokens: int) -> None:
     """Raise if a prompt is empty, or if its longest response would not fit the model's positions."""
     if not length:
-        raise error(ValueError, f"generate: row {row} must have tokens.", got="an empty prompt")
+        raise error(ValueError, f"generate: row {row} has no tokens.", got="an empty prompt")
     if lm.max_length is None or length + max_new_tokens <= lm.max_length:
         return
     if lm.allow_long and lm.extendable:
@@ -351,7 +351,7 @@ def _check_length(lm: CausalLM, row: int, length: int, max_new_tokens: int) -> N
         hint = "use fewer max_new_tokens, or lm.with_options(allow_long=True)."
     raise error(
         ValueError,
-        f"generate: row {row} and its response must not be longer than the positions of {lm.family}.",
+        f"generate: row {row} and its response are longer than the positions of {lm.family}.",
         expected=f"at most {lm.max_length} tokens",
         got=f"{length} and {max_new_tokens}",
         hint=hint,

@@ -143,7 +143,7 @@ def penalized_rewards(rewards: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
     """
     if rewards.shape != mask.shape[:-1]:
         raise LeafMismatchError(
-            "penalized_rewards: there must be a reward for each row.",
+            "penalized_rewards: there is not one reward for each row.",
             expected=list(mask.shape[:-1]),
             got=list(rewards.shape),
         )

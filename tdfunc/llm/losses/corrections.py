@@ -128,7 +128,7 @@ def reject(
 def _check_limits(call: str, low: float, high: float) -> None:
     """Raise unless a ratio can be between the limits; between others there is none, and nothing would be trained."""
     if not low <= high:
-        raise error(ValueError, f"{call}: low must not be above high.", got=f"low={low}, high={high}")
+        raise error(ValueError, f"{call}: low is above high.", got=f"low={low}, high={high}")
 
 
 def _weights(call: str, log_probs: Tensor, behaviour: Tensor, mask: Tensor, level: Level) -> Tensor:

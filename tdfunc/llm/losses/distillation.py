@@ -76,7 +76,7 @@ def distill(
     for name, log_probs in (("student", student), ("teacher", teacher)):
         if log_probs.shape[:-1] != mask.shape or log_probs.shape != student.shape:
             raise LeafMismatchError(
-                f"distill: {name} must have candidates at each position of the mask.",
+                f"distill: {name} does not have the candidates at each position of the mask.",
                 expected=[*mask.shape, student.shape[-1]],
                 got=list(log_probs.shape),
             )

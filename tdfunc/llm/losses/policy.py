@@ -403,4 +403,6 @@ def _wide(value: float | Tensor) -> float | Tensor:
 def _check_coefficient(name: str, value: float | Tensor, measured: Tensor | None, other: str) -> None:
     """Raise if a coefficient would have no effect."""
     if measured is None and (isinstance(value, Tensor) or value != 0):
-        raise error(ValueError, f"policy_gradient: {name} must come with {other}.", got=f"{name} without {other}")
+        raise error(
+            ValueError, f"policy_gradient: {name} has no effect without {other}.", got=f"{name} without {other}"
+        )

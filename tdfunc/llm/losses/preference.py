@@ -225,7 +225,7 @@ def kto(
     ref = clean("kto: ref_log_probs", ref_log_probs, mask).detach()
     if desirable.shape != mask.shape[:-1]:
         raise LeafMismatchError(
-            "kto: desirable must have a value for each row.",
+            "kto: desirable does not have a value for each row.",
             expected=list(mask.shape[:-1]),
             got=list(desirable.shape),
         )
@@ -281,7 +281,7 @@ def _pairs(
     """Return clean log-probs, those under the reference (else 0), and True for pairs whose rows both have tokens."""
     if mask.dim() < 2 or mask.shape[-2] != 2:
         raise LeafMismatchError(
-            f"{call}: the mask must hold pairs, (*B, 2, T): a chosen row and a rejected row.",
+            f"{call}: the mask does not hold pairs, (*B, 2, T): a chosen row and a rejected row.",
             got=list(mask.shape),
             hint="torch.stack([chosen, rejected], -2).",
         )

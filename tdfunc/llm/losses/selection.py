@@ -60,7 +60,7 @@ def topk_rewards(prompts: Sequence[str], rewards: Tensor, *, group_size: int, k:
     if len(prompts) != rewards.shape[0]:
         raise error(
             ValueError,
-            "topk_rewards: there must be one reward for each prompt.",
+            "topk_rewards: there is not one reward for each prompt.",
             expected=f"{len(prompts)} rewards",
             got=f"shape {list(rewards.shape)}",
         )
@@ -72,7 +72,7 @@ def topk_rewards(prompts: Sequence[str], rewards: Tensor, *, group_size: int, k:
     is_nan = per_row.isnan()
     if bool(is_nan.any()):
         row = int(is_nan.nonzero()[0, 0])
-        raise error(ValueError, "topk_rewards: rewards must not be NaN.", got=f"row {row}")
+        raise error(ValueError, "topk_rewards: a reward is NaN.", got=f"row {row}")
     chosen: list[int] = []
     open_groups: dict[str, list[int]] = {}
     for row, prompt in enumerate(prompts):

@@ -32,7 +32,7 @@ def clean(what: str, values: Tensor, mask: Tensor) -> Tensor:
         )
     if values.shape != mask.shape:
         raise LeafMismatchError(
-            f"{what} must have the shape of the mask.", expected=list(mask.shape), got=list(values.shape)
+            f"{what} and the mask differ in shape.", expected=list(mask.shape), got=list(values.shape)
         )
     return torch.where(mask.bool(), widen(values), 0)
 

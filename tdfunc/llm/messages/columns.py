@@ -152,7 +152,7 @@ def stack_dense(parts: Sequence[Any]) -> Any:
     for i, part in enumerate(parts):
         if part._batch_size != first._batch_size:
             raise BatchSizeError(
-                f"History: conversations 0 and {i} of one tree must have one length.",
+                f"History: conversations 0 and {i} of one tree have different lengths.",
                 expected=str(list(first._batch_size)),
                 got=str(list(part._batch_size)),
                 hint="use lazy_stack(history.unbind(0)), in which each conversation has its own length.",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tdfunc._tensorclass import TensorClass
-from tdfunc.core.errors import error
+from tdfunc.core.errors import brief, error
 
 # The types of parts that have their values in a nested dict, and the names of the values there.
 _NESTED: dict[str, dict[str, str]] = {
@@ -86,7 +86,7 @@ class ContentBase(TensorClass["nocast", "shadow"]):  # pyright: ignore[reportInv
 
 def _read_part(part: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
-        raise error(TypeError, "A part of a content must be a dict with a type.", got=repr(part))
+        raise error(TypeError, "a part of a content is not a dict with a type.", got=brief(part))
     kind: str = part["type"]
     entries: dict[str, Any] = dict(part)
     if kind in _NESTED and isinstance(entries.get(kind), Mapping):
@@ -100,7 +100,7 @@ def _read_part(part: Mapping[str, Any]) -> dict[str, Any]:
             TypeError,
             f"ContentBase has no field {unknown[0]!r}.",
             expected=str(list(ContentBase._fields)),
-            got=str(part),
+            got=brief(part),
         )
     return entries
 

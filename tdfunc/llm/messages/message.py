@@ -54,7 +54,7 @@ def read_message(given: Mapping[str, Any], where: str) -> Message:
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise error(
             TypeError,
-            f"{where}: a message must be a dict with a role.",
+            f"{where}: a message is not a dict with a role.",
             expected="{'role': 'user', 'content': ...}",
             got=repr(given)[:200],
         )
@@ -104,7 +104,7 @@ def _read_content(given: Any, where: str) -> Any:
     if isinstance(content, list):
         return without_nulls(content)
     if not isinstance(content, str):
-        raise error(TypeError, f"{where}: the content must be text, a list of parts, or None.", got=repr(content)[:200])
+        raise error(TypeError, f"{where}: the content is not text, a list of parts, or None.", got=repr(content)[:200])
     return content
 
 
@@ -120,7 +120,7 @@ def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     if calls is None:
         return []
     if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise error(TypeError, f"{where}: tool_calls must be a list.", got=repr(calls)[:200])
+        raise error(TypeError, f"{where}: tool_calls is not a list.", got=repr(calls)[:200])
     return [_read_call(call, where) for call in calls]
 
 
@@ -132,7 +132,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise error(
             TypeError,
-            f"{where}: a tool call must have a function with a name.",
+            f"{where}: a tool call has no function with a name.",
             expected="{'type': 'function', 'function': {'name': ..., 'arguments': ...}}",
             got=repr(call)[:200],
         )

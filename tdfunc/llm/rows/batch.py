@@ -80,7 +80,7 @@ def check_prompts(rows: Sequence[Row], size: Size) -> None:
     if size:
         index = torch.unravel_index(torch.tensor(empty), size)
         place = ", ".join([str(int(at)) for at in index])
-    raise error(ValueError, f"generate: the prompt of row {place} must have tokens.", got="no tokens")
+    raise error(ValueError, f"generate: the prompt of row {place} has no tokens.", got="no tokens")
 
 
 class Records(NamedTuple):

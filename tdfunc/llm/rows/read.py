@@ -10,7 +10,7 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError, MissingKeyError
+from tdfunc.core.errors import LeafMismatchError, MissingKeyError, brief
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.types import NestedKey, Path
 from tdfunc.llm.rows.batch import TokenBatch, flat_list
@@ -29,9 +29,9 @@ class TokenKeys(NamedTuple):
 def missing_field(td: TensorCollection, path: Path, call: str, hint: str | None = None) -> MissingKeyError:
     """Return the error of a tree that lacks an entry."""
     paths = list(td.keys(True, True))  # pyright: ignore[reportAttributeAccessIssue]
-    keys = ", ".join(map(repr, paths[:20]))
+    keys = ", ".join(map(repr, paths[:10]))
     got = f"a {type(td).__name__} with {keys or 'no keys'}"
-    return MissingKeyError(f"{call}: the tree must have {dotted(path)!r}.", got=got, hint=hint)
+    return MissingKeyError(f"{call}: the tree does not have {dotted(path)!r}.", got=got, hint=hint)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _padded_mask(td: TensorCollection, keys: TokenKeys, ids: Tensor, full: Any, 
         if mask.shape == ids.shape:
             return as_mask(mask, call)
     raise LeafMismatchError(
-        f"{call}: the mask must have the shape of the tokens.",
+        f"{call}: the mask and the tokens differ in shape.",
         expected=f"shape {tuple(ids.shape)}",
         got=", ".join([f"shape {tuple(mask.shape)}" for mask in found]),
     )
@@ -190,7 +190,7 @@ def _ragged_size(td: TensorCollection, fields: _Fields, call: str) -> Size:
     lead = holder._batch_size
     if -1 in lead:
         raise LeafMismatchError(
-            f"{call}: only the length of the rows may be ragged.",
+            f"{call}: the rows are ragged in more than their length.",
             expected="a batch size",
             got=f"batch size {list(lead)}",
             hint="td.reshape(-1)",
@@ -219,9 +219,9 @@ def _ragged_masks(
         if sizes[-1] == lengths:
             return masks
     raise LeafMismatchError(
-        f"{call}: the masks must have the lengths of the tokens.",
-        expected=str(lengths),
-        got=", ".join(map(str, sizes)),
+        f"{call}: the masks do not have the lengths of the tokens.",
+        expected=brief(lengths),
+        got=", ".join(map(brief, sizes)),
     )
 
 
@@ -273,7 +273,7 @@ def check_batch(batch: TokenBatch, td: TensorCollection, source: NestedKey, call
     """
     if batch.lead != td._batch_size:
         raise LeafMismatchError(
-            f"{call}: the tokens {dotted(unravel(source))!r} must be rows of the batch.",
+            f"{call}: the tokens {dotted(unravel(source))!r} are not rows of the batch.",
             expected=f"shape {(*td._batch_size, 'T')}",
             got=f"shape {(*batch.lead, batch.ids.shape[1])}",
         )

@@ -51,7 +51,8 @@ def attention_inputs(model: Any, mask: Tensor, *, dtype: torch.dtype | None = No
     positions = (tokens.cumsum(-1) - 1).clamp(min=0)
     # The batch size, the length, the dtype and the device are read from it.
     dtype = dtype or model.dtype
-    # Families compute the softmax in float32, where the lowest number of float64 is -inf, and a row of pads nan.
+    # Families of transformers 5.23 compute the softmax in float32, where the lowest number of float64 is -inf, and a
+    # row of pads nan.
     narrow = torch.float32 if dtype == torch.float64 else dtype
     states = torch.empty((*tokens.shape, 0), dtype=narrow, device=tokens.device)
     made = create_masks_for_generate(config, states, tokens.to(torch.int64), None, positions)

@@ -50,31 +50,39 @@ def compare(a: Any, b: Any, mask: Tensor | None = None, *, worst: int = 5) -> "T
     shapes = [tuple(each.shape) for each in (first, second, mask) if each is not None]
     if len(set(shapes)) > 1:
         raise LeafMismatchError(
-            "compare: both log-probs, and the mask, must have one shape.",
+            "compare: the log-probs and the mask differ in shape.",
             expected=str(shapes[0]),
             got=", ".join(map(str, shapes[1:])),
         )
     if mask is None:
         mask = _mask_of(a, first) & _mask_of(b, first)
     if not mask.any():
-        raise error(ValueError, "compare: at least one token must have both log-probs.", got="an empty mask")
+        raise error(ValueError, "compare: no token has both log-probs.", got="an empty mask")
     gap = torch.where(mask, second - first, 0)
     chosen = gap[mask]
-    weights = (chosen - chosen.max()).exp()
-    effective_size = weights.sum().square() / weights.square().sum()
+    ratio = chosen.abs().exp().mean()
+    k3 = (chosen.expm1() - chosen).mean()
     count = min(worst, int(mask.sum()))
     most_different = gap.abs().flatten().argsort(descending=True)[:count]
+    places = torch.stack(torch.unravel_index(most_different, gap.shape), -1)
     return TensorCollection._open(
         {
-            "ratio": chosen.abs().exp().mean(),
+            "ratio": ratio,
             "k1": -chosen.mean(),
-            "k3": (chosen.expm1() - chosen).mean(),
-            "ess": effective_size / len(weights),
+            "k3": k3,
+            "ess": _effective_share(chosen),
             "largest": chosen.abs().max(),
-            "worst": torch.stack(torch.unravel_index(most_different, gap.shape), -1),
+            "worst": places,
             "cause": _find_cause(first, second, mask),
         }
     )  # pyright: ignore[reportReturnType]
+
+
+def _effective_share(gap: Tensor) -> Tensor:
+    """Return the effective sample size of tokens weighted by exp(gap), as a share of their number."""
+    weights = (gap - gap.max()).exp()
+    effective_size = weights.sum().square() / weights.square().sum()
+    return effective_size / len(weights)
 
 
 # Any: `LogProbs`, or a tensor.

@@ -259,7 +259,7 @@ def _rows_of(lm: CausalLM, ids: Tensor, mask: Tensor | None, at: Tensor | None) 
     others = [each for each in (mask, at) if each is not None]
     if not _is_ids(ids) or any([not _fits(each, ids) for each in others]):
         raise LeafMismatchError(
-            "score: tokens must be integers (B, T); the mask is (B, T), and at is (B, T, K).",
+            "score: the tokens are not integers (B, T), or the mask is not (B, T), or at is not (B, T, K).",
             expected="score_ids(lm, params, ids, mask, buffers=buffers)",
             got=", ".join([_describe(each) for each in (ids, *others)]),
         )
@@ -288,7 +288,7 @@ def _check_length(lm: CausalLM, rows: Rows) -> None:
         hint = "truncate it, or use lm.with_options(allow_long=True)."
     raise error(
         ValueError,
-        f"score: row {row} must not be longer than the positions of {lm.family}.",
+        f"score: row {row} is longer than the positions of {lm.family}.",
         expected=f"at most {limit} tokens",
         got=got,
         hint=hint,

@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +142,7 @@ def check_lm(call: str, lm: object) -> None:
         return
     raise error(
         TypeError,
-        f"{call}: the model must be a CausalLM.",
+        f"{call}: the model is not a CausalLM.",
         got=f"a {type(lm).__name__}",
         hint="lm, params, buffers = causal_lm(model); with adapters lora.attach(lm).",
     )
@@ -173,7 +173,7 @@ def causal_lm(model: nn.Module, *, copy: bool = True) -> "tuple[CausalLM, Tensor
     if not hasattr(config, "get_text_config"):
         raise error(
             TypeError,
-            "causal_lm: the model must be a causal language model of transformers.",
+            "causal_lm: the model is not a causal language model of transformers.",
             expected="a module with a config, such as from AutoModelForCausalLM",
             got=type(model).__name__,
         )
@@ -182,26 +182,49 @@ def causal_lm(model: nn.Module, *, copy: bool = True) -> "tuple[CausalLM, Tensor
     host = copying.copy(model)
     host.__class__ = type(type(model).__name__, (type(model),), {"__call__": _run})
     apply, params, buffers = functional(host, copy=copy)
-    rope = getattr(config, "rope_parameters", None) or {}
-    # Each kind of layer may have its own parameters.
-    rope_parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    kinds = [part.get("rope_type") for part in rope_parts]
-    has_alibi = getattr(config, "alibi", False)
     lm = CausalLM(
         apply=apply.eval(),
         family=config.model_type,
         head=None,
-        packing=None if has_alibi else PACKING.get(config.model_type),
-        max_length=getattr(config, "max_position_embeddings", None),
-        extendable=bool(rope),
-        by_length="dynamic" in kinds or "longrope" in kinds,
-        first_length=_first_length(config, rope_parts),
+        packing=_packing_of(config),
+        **_positions_of(config)._asdict(),
         eos_ids=_eos_ids(model),
     )
     # The head alone would leave out hooks of the whole model.
     if not model._forward_hooks and not model._forward_pre_hooks:
         lm = replace(lm, head=_find_head(lm, params, buffers, config))
     return lm, params, buffers
+
+
+class _Positions(NamedTuple):
+    """The fields of a `CausalLM` about positions."""
+
+    max_length: int | None
+    extendable: bool
+    by_length: bool
+    first_length: int
+
+
+# Any: transformers is optional.
+def _positions_of(config: Any) -> _Positions:
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Each kind of layer may have its own parameters.
+    rope_parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    kinds = [part.get("rope_type") for part in rope_parts]
+    return _Positions(
+        max_length=getattr(config, "max_position_embeddings", None),
+        extendable=bool(rope),
+        by_length="dynamic" in kinds or "longrope" in kinds,
+        first_length=_first_length(config, rope_parts),
+    )
+
+
+# Any: transformers is optional.
+def _packing_of(config: Any) -> str | None:
+    """Return how a family keeps packed rows apart; None if it cannot."""
+    if getattr(config, "alibi", False):
+        return None
+    return PACKING.get(config.model_type)
 
 
 # Any: transformers is optional.
@@ -335,7 +358,7 @@ def _inputs(
     if is_graph and "past_key_values" in _parameters(forward):
         inputs["past_key_values"] = _cache_without_entries(model)
     else:
-        # Without a mask families read values to search for packed rows, which vmap cannot.
+        # Without a mask, families of transformers 5.23 read values to search for packed rows, which vmap cannot.
         inputs["attention_mask"] = torch.ones(ids_BT.shape, device=ids_BT.device, dtype=torch.int64)
     return inputs
 

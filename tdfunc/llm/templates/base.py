@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, overload
 
-from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.errors import UnsupportedError, brief, error
 from tdfunc.llm.messages.columns import Conversation, conversation_in, per_conversation, without_ids
 from tdfunc.llm.messages.content import text_of, texts_of
 from tdfunc.llm.messages.message import UNCOMPARED, Message, as_compared
@@ -522,7 +522,7 @@ def make_call(name: Any, arguments: Any) -> dict[str, Any]:
         ValueError: The name is not text.
     """
     if not isinstance(name, str):
-        raise ValueError(f"the name of the function must be text, got {name!r}")
+        raise ValueError(f"the name of the function is not text: {brief(name)}")
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -231,7 +231,7 @@ def _read_tools(text: str) -> list[Any]:
     try:
         return [load_json(line) for line in lines]
     except ValueError as err:
-        raise error(ValueError, f"parse: the tools must be JSON: {err}.", got=repr(text[:200])) from err
+        raise error(ValueError, f"parse: the tools are not JSON: {err}.", got=repr(text[:200])) from err
 
 
 def _read_calls(text: str) -> list[dict[str, Any]]:
@@ -247,7 +247,7 @@ def _read_calls(text: str) -> list[dict[str, Any]]:
         except ValueError as err:
             raise ValueError(f"tool call {len(calls)}: {err}") from err
         if not isinstance(given, dict) or not {"name"} <= given.keys() <= {"name", "arguments"}:
-            raise ValueError(f"tool call {len(calls)} must be an object with a name and arguments")
+            raise ValueError(f"tool call {len(calls)} is not an object with a name and arguments")
         calls.append(make_call(given["name"], given.get("arguments", {})))
         after = _SPACE.match(text, stop + len(_CALL_END))
         assert after is not None

@@ -80,16 +80,9 @@ class DeepSeek(AbstractPieceTemplate):
             if role != "assistant":
                 refuse(conversation, i, "tool_calls")
             if role == "assistant":
-                # A reply to the results of tools follows them without a header.
-                found.append(Piece("" if before == "tool" else _ASSISTANT, i))
-                found += [Piece(text, i, is_content=True, is_reply=True), *_call_pieces(messages[i], i)]
-                if not is_open:
-                    found.append(Piece(_END, i, is_reply=True))
+                found += _reply_pieces(messages[i], i, text, follows_tool=before == "tool", is_open=is_open)
             elif role == "tool":
-                start = _OUTPUT if before == "tool" else _OUTPUTS + _OUTPUT
-                found += interleave(i, start, text, "" if is_open else _OUTPUT_END)
-                if after != "tool" and not is_open:
-                    found.append(Piece(_OUTPUTS_END, i))
+                found += _result_pieces(i, text, is_first=before != "tool", is_last=after != "tool", is_open=is_open)
             elif role == "user":
                 found += interleave(i, _USER, text)
             else:
@@ -153,6 +146,25 @@ def _system_pieces(conversation: Conversation) -> list[Piece]:
         if message["role"] == "system":
             refuse(conversation, i, "tool_calls", "reasoning_content")
             found += interleave(i, "\n\n" if found else "", plain_text(conversation, i))
+    return found
+
+
+def _reply_pieces(message: Message, i: int, text: str, *, follows_tool: bool, is_open: bool) -> list[Piece]:
+    """Return a reply; one to the results of tools follows them without a header."""
+    header = "" if follows_tool else _ASSISTANT
+    found = [Piece(header, i), Piece(text, i, is_content=True, is_reply=True), *_call_pieces(message, i)]
+    if not is_open:
+        found.append(Piece(_END, i, is_reply=True))
+    return found
+
+
+def _result_pieces(i: int, text: str, *, is_first: bool, is_last: bool, is_open: bool) -> list[Piece]:
+    """Return the result of a tool; brackets surround all results that follow each other."""
+    start = _OUTPUTS + _OUTPUT if is_first else _OUTPUT
+    end = "" if is_open else _OUTPUT_END
+    found = interleave(i, start, text, end)
+    if is_last and not is_open:
+        found.append(Piece(_OUTPUTS_END, i))
     return found
 
 

@@ -107,7 +107,7 @@ class Coverage:
         without = [conversation._replace(tools=None)]
         if self._is_lost(conversation, [conversation._replace(tools=marked)], markers.made, without):
             raise UnsupportedError(
-                "This template cannot render 'tools', which would be lost.",
+                "this template cannot render 'tools', which would be lost.",
                 got=repr(tools[0])[:200],
                 hint="describe them in a system message, or use a template that writes them.",
             )

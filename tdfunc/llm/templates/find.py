@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tdfunc.core.errors import error
+from tdfunc.core.errors import brief, error
 from tdfunc.core.keys import did_you_mean
 from tdfunc.llm.templates.base import AbstractTemplate
 from tdfunc.llm.templates.jinja import JinjaTemplate, renders_itself
@@ -34,9 +34,9 @@ def find_template(
         hint = did_you_mean(template, list(TEMPLATES)) if isinstance(template, str) else None
         raise error(
             TypeError,
-            "A template or a tokenizer must be given.",
+            "neither a template nor a tokenizer is given.",
             expected=f"one of {list(TEMPLATES)}, a template, or tokenizer=",
-            got=repr(template),
+            got=brief(template),
             hint=hint,
         )
     own = getattr(tokenizer, "chat_template", None)
@@ -54,7 +54,7 @@ def find_template(
         if not is_jinja and not is_named:
             raise error(
                 ValueError,
-                f"The template {template!r} does not exist.",
+                f"the template {brief(template)} does not exist.",
                 expected=f"one of {list(TEMPLATES)}, or a text in Jinja",
                 hint=did_you_mean(template, list(TEMPLATES)),
             )

@@ -59,7 +59,7 @@ class Gemma(AbstractPieceTemplate):
             refuse(conversation, i, "tool_calls", "reasoning_content")
             if messages[i]["role"] != role:
                 raise UnsupportedError(
-                    f"{describe(conversation, i)}: users and assistants must take turns.", expected=role
+                    f"{describe(conversation, i)}: users and assistants do not take turns.", expected=role
                 )
             found.append(Piece(f"{_START}model\n" if is_reply else f"{_START}user\n", i))
             if has_system and i == first:
@@ -69,7 +69,7 @@ class Gemma(AbstractPieceTemplate):
             if not (open_end and i == len(messages) - 1):
                 found += [Piece(_END, i, is_reply=is_reply), Piece("\n", i)]
         if has_system and len(messages) == 1:
-            raise UnsupportedError("gemma: a system message must come with a message of the user, which contains it.")
+            raise UnsupportedError("gemma: a system message needs a message of the user, which contains it.")
         if generation_prompt:
             found.append(Piece(f"{_START}model\n", len(messages)))
         return found

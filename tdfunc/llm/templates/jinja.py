@@ -314,7 +314,7 @@ class JinjaTemplate(AbstractTemplate):
         if texts[0] != text:
             raise error(
                 ValueError,
-                "apply_chat_template: the render with {% generation %} must be the render without its spans.",
+                "apply_chat_template: {% generation %} changes the render, which it may only mark.",
                 expected=repr(text[:200]),
                 got=repr(texts[0][:200]),
             )

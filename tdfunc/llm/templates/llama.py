@@ -72,7 +72,7 @@ class Llama(AbstractPieceTemplate):
         # The place of the first message behind the system's.
         first = int(has_system)
         if tools and (first == len(messages) or messages[first]["role"] != "user"):
-            raise UnsupportedError("llama: the tools must come with a first message of the user, which contains them.")
+            raise UnsupportedError("llama: the tools need a first message of the user, which contains them.")
         for i in range(first, len(messages)):
             role = messages[i]["role"]
             if role == "tool":
@@ -136,7 +136,7 @@ class Llama(AbstractPieceTemplate):
             except ValueError as err:
                 return unparsed(text, err)
         if text.lstrip().startswith('{"name"'):
-            return unparsed(text, "a call must be one object with a name and parameters")
+            return unparsed(text, "a call is not one object with a name and parameters")
         return {"role": "assistant", "content": text}
 
 

@@ -36,7 +36,7 @@ class Alignment:
         texts = "".join(strings_in(conversation._asdict()))
         self.mark: str | None = next((mark for mark in MARKS if mark not in texts), None)
         if self.mark is None:
-            raise error(ValueError, "A content has every character by which contents are found.", got=str(MARKS))
+            raise error(ValueError, "a content has every character by which contents are found.", got=str(MARKS))
         # The text that each marker stands for, in the forms in which it was given.
         self.originals: list[tuple[str, ...]] = []
         self.owners: list[int | None] = []
@@ -130,7 +130,7 @@ def find_contents(text: str, marked: str, alignment: Alignment) -> list[Span]:
     if spans is None:
         raise error(
             ValueError,
-            "The template edits a content, so that its place in the text cannot be found.",
+            "the template edits a content, so that its place in the text cannot be found.",
             expected=repr(marked[:300]),
             got=repr(text[:300]),
             hint="use one of tdfunc.llm.TEMPLATES, or a template with {% generation %} for masks.",
@@ -139,7 +139,7 @@ def find_contents(text: str, marked: str, alignment: Alignment) -> list[Span]:
     for n, (forms, owner) in enumerate(zip(alignment.originals, alignment.owners, strict=True)):
         # The texts of messages may be left out: `Coverage` checks them.
         if n not in written and owner is None and forms[0].strip():
-            raise error(ValueError, "The template drops a text of the tools.", got=repr(forms[0])[:200])
+            raise error(ValueError, "the template drops a text of the tools.", got=repr(forms[0])[:200])
     return [Span(*span, alignment.owners[n]) for span, n in zip(spans, numbers, strict=True)]
 
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, final
 
-from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.errors import UnsupportedError, brief, error
 from tdfunc.llm.messages.message import Message, load_json, read_json
 from tdfunc.llm.templates.base import (
     AbstractPieceTemplate,
@@ -66,7 +66,7 @@ class Mistral(AbstractPieceTemplate):
         found = [Piece(_BEGIN)]
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
         if tools and not users:
-            raise UnsupportedError("mistral: the tools must come with a message of the user, which follows them.")
+            raise UnsupportedError("mistral: the tools need a message of the user, which follows them.")
         for i, message in enumerate(messages):
             role = message["role"]
             text = plain_text(conversation, i)
@@ -114,7 +114,7 @@ class Mistral(AbstractPieceTemplate):
             if kind == _TOOLS:
                 tools = read_json(body)
                 if not isinstance(tools, list):
-                    raise error(ValueError, "parse: the tools must be a list in JSON.", got=repr(body[:200]))
+                    raise error(ValueError, "parse: the tools are not a list in JSON.", got=repr(body[:200]))
             elif kind == _RESULT:
                 call_id, found, content = body.partition(_RESULT_TEXT)
                 if not found:
@@ -135,7 +135,7 @@ class Mistral(AbstractPieceTemplate):
         try:
             calls = [_read_call(call) for call in load_json(body)]
         except (ValueError, TypeError) as err:
-            return unparsed(text, f"the calls must be a list of objects in JSON: {err}")
+            return unparsed(text, f"the calls are not a list of objects in JSON: {err}")
         return make_reply(calls, content)
 
 
@@ -154,7 +154,7 @@ def _call_pieces(message: Message, i: int) -> list[Piece]:
 
 def _read_call(given: Any) -> dict[str, Any]:
     if not isinstance(given, dict) or not {"name", "arguments"} <= given.keys() <= {"name", "arguments", "id"}:
-        raise ValueError(f"a call has a name, arguments and an id, got {given!r}")
+        raise ValueError(f"a call has a name, arguments and an id, got {brief(given)}")
     call = make_call(given["name"], given["arguments"])
     if "id" in given:
         return {"id": given["id"], **call}

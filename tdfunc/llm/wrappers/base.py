@@ -16,7 +16,7 @@ from torch import Size, Tensor
 
 from tdfunc import random
 from tdfunc.core.context import has_values
-from tdfunc.core.errors import ImmutableError, LeafMismatchError, UnsupportedError, check_choice, error
+from tdfunc.core.errors import ImmutableError, LeafMismatchError, UnsupportedError, brief, check_choice, error
 from tdfunc.core.keys import unravel
 from tdfunc.core.types import NestedKey
 from tdfunc.llm.conversations.exact import TokenTemplate
@@ -73,8 +73,8 @@ class _Option:
 
     def __set__(self, wrapper: Any, value: Any) -> None:
         raise ImmutableError(
-            f"{type(wrapper).__name__}.{self._name} must not be assigned.",
-            hint=f"wrapper = wrapper.get_new_version({self._name}={value!r})",
+            f"{type(wrapper).__name__}.{self._name} cannot be assigned.",
+            hint=f"wrapper = wrapper.get_new_version({self._name}={brief(value)})",
         )
 
 
@@ -152,7 +152,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "model":
             raise ImmutableError(
-                f"{type(self).__name__}.model must not be assigned.",
+                f"{type(self).__name__}.model cannot be assigned.",
                 hint="wrapper = wrapper.get_new_version(model=...)",
             )
         super().__setattr__(name, value)
@@ -258,7 +258,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         if not self.generate:
             return self._with_outputs(out, self._scored(tensordict, out, training, key))
         if training:
-            raise error(ValueError, f"{type(self).__name__}: training=True must come with generate=False.")
+            raise error(ValueError, f"{type(self).__name__}: training=True excludes generate=True.")
         found = self._generated(tensordict, key)
         if self._samples and tensordict_out is None:
             dims = len(tensordict._batch_size)
@@ -442,7 +442,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
                 hint="wrapper(td, logits_only=True) adds the logits to a tree.",
             )
         if as_nested_tensor and as_padded_tensor:
-            raise error(ValueError, "get_dist: results must be padded or nested.", got="both")
+            raise error(ValueError, "get_dist: padded and nested results exclude each other.", got="both")
         check_choice("get_dist: padding_side", padding_side, ("left", "right"))
         if logits_key is None or not has(tensordict, logits_key):
             logits, tokens = self._padded_logits(tensordict, training, key, padding_side)
@@ -563,7 +563,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         if key is None:
             raise error(
                 ValueError,
-                f"{type(self).__name__}: sampling must have a random key, because wrappers have no random state.",
+                f"{type(self).__name__}: sampling has no random key, and wrappers have no random state.",
                 expected="wrapper(td, key=tdfunc.random.key(0)), with another key for each call",
             )
         return random.fold_in(key_of(key), torch.arange(count))
@@ -662,7 +662,7 @@ def _check_shape(name: str, shape: Size, tokens: Tensor) -> None:
     """Raise unless logits or a mask have the shape of the tokens."""
     if shape != tokens.shape:
         raise LeafMismatchError(
-            f"get_dist: {name} must have the shape of the tokens.",
+            f"get_dist: {name} and the tokens differ in shape.",
             expected=f"shape {tuple(tokens.shape)}",
             got=f"shape {tuple(shape)}",
         )

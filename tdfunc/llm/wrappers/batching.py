@@ -67,7 +67,7 @@ class Batcher(Generic[Q, R]):
         if max_batch_size is not None and min_batch_size > max_batch_size:
             raise error(
                 ValueError,
-                "Batcher: the sizes must be in order.",
+                "Batcher: min_batch_size is above max_batch_size, or below 1.",
                 expected="1 <= min_batch_size <= max_batch_size",
                 got=f"min_batch_size {min_batch_size}, max_batch_size {max_batch_size}",
             )
@@ -155,7 +155,7 @@ class Batcher(Generic[Q, R]):
     def _check_flush(self, call: str) -> None:
         if threading.current_thread() is self._queue.thread:
             raise ConcurrencyError(
-                f"Batcher.{call}: flush=True must not come from the batcher's own thread, which it would wait for.",
+                f"Batcher.{call}: flush=True in the batcher's own thread would wait for itself.",
                 expected="a call from outside of `run` and of the callbacks of futures",
                 hint="use flush=False to cancel the waiting requests, or call it in another thread.",
             )
@@ -339,7 +339,10 @@ def _attempt(run: Callable[[list[Any]], Iterable[Any]], requests: list[Any]) -> 
         results = list(run(requests))
         if len(results) != expected:
             raise error(
-                ValueError, "Batcher: `run` must return a result for each request.", expected=expected, got=len(results)
+                ValueError,
+                "Batcher: `run` did not return a result for each request.",
+                expected=expected,
+                got=len(results),
             )
     # The thread must outlive every error, SystemExit included.
     except BaseException as err:

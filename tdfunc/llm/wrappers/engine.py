@@ -108,7 +108,9 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
         mode = engine.llm.llm_engine.vllm_config.model_config.logprobs_mode
         if mode != "raw_logprobs":
             raise UnsupportedError(
-                "vLLMWrapper: the engine must return raw log-probs.", expected="logprobs_mode='raw_logprobs'", got=mode
+                "vLLMWrapper: the engine does not return raw log-probs.",
+                expected="logprobs_mode='raw_logprobs'",
+                got=mode,
             )
         super()._set_model(model)
         self.engine = engine
@@ -169,7 +171,7 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
             from transformers import AutoModelForCausalLM
 
             config = self.engine.llm.llm_engine.vllm_config.model_config.hf_config
-            # transformers draws the first weights, which nothing uses, from torch's default generator.
+            # transformers 5.23 draws the first weights, which nothing uses, from torch's default generator.
             with torch.random.fork_rng(devices=[]):
                 model = AutoModelForCausalLM.from_config(config)
             lm, _, buffers = causal_lm(model, copy=False)
@@ -234,7 +236,7 @@ class vLLMWrapper(LLMWrapperBase):  # noqa: N801
 def _response(out: Any, options: GenerationOptions, device: torch.device) -> Response:
     (made,) = out.outputs
     if made.finish_reason not in ("stop", "length"):
-        raise ConcurrencyError("vLLMWrapper: the engine must complete each response.", got=made.finish_reason)
+        raise ConcurrencyError("vLLMWrapper: the engine did not complete a response.", got=made.finish_reason)
     log_probs = None
     if made.logprobs is not None:
         pairs = zip(made.token_ids, made.logprobs, strict=True)

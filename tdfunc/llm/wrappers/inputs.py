@@ -111,7 +111,7 @@ class Reader:
         wrong = [text for text in texts if not isinstance(text, str)]
         if wrong:
             raise LeafMismatchError(
-                f"{self.call}: {dotted((*path, field))!r} must be a text for each element of the batch.",
+                f"{self.call}: {dotted((*path, field))!r} is not a text for each element of the batch.",
                 expected=f"batch size {list(size)}",
                 got=repr(wrong[0])[:200],
             )
@@ -135,7 +135,7 @@ class Reader:
             wrong = f"batch size {list(value._batch_size)}"
         if wrong is not None:
             raise LeafMismatchError(
-                f"{self.call}: {dotted((*path, field))!r} must be a History with a dimension of messages.",
+                f"{self.call}: {dotted((*path, field))!r} is not a History with a dimension of messages.",
                 expected=f"batch size {[*size, -1]}",
                 got=wrong,
             )

@@ -67,14 +67,14 @@ class WrapperOptions:
         if self.tokenizer is None and self.input_mode != "tokens":
             raise error(
                 TypeError,
-                f"LLMWrapper: input_mode={self.input_mode!r} must come with a tokenizer.",
+                f"LLMWrapper: input_mode={self.input_mode!r} needs a tokenizer.",
                 hint="pass tokenizer=..., or input_mode='tokens'.",
             )
         check_choice("LLMWrapper: layout", self.layout, (None, torch.jagged, torch.strided))
         if self.batching is False and self._has_sizes:
             raise error(
                 ValueError,
-                "LLMWrapper: batching=False must come without batch sizes.",
+                "LLMWrapper: batching=False excludes batch sizes.",
                 got=f"min_batch_size={self.min_batch_size}, max_batch_size={self.max_batch_size}",
             )
         self._check_tokenizer_kwargs()
@@ -101,7 +101,7 @@ class WrapperOptions:
                 continue
             raise error(
                 ValueError,
-                f"LLMWrapper: tokenizer_kwargs must not have {name!r} for input_mode={self.input_mode!r}.",
+                f"LLMWrapper: tokenizer_kwargs has {name!r}, which input_mode={self.input_mode!r} excludes.",
                 expected=f"some of {'the options of the template' if known is None else known}",
                 hint="the wrapper chooses the form of ids; pad_output= selects padded or ragged outputs.",
             )

@@ -99,7 +99,7 @@ def proven_label(label: str) -> str:
     """
     if label.startswith(_UNPROVEN):
         raise ConcurrencyError(
-            "generate: the engine's weights must be proven.",
+            "generate: the engine's weights are not proven.",
             got=f"version {label.removeprefix(_UNPROVEN)!r}, whose push has not ended or failed",
             hint="push again.",
         )
@@ -169,7 +169,7 @@ def push_tree(
     if not difference <= tolerance:
         raise error(
             ValueError,
-            "push: the engine and the tree must have the same log-probs.",
+            "push: the log-probs of the engine and the tree differ.",
             expected=f"a difference of at most {tolerance} nats on {sum(map(len, prompts))} tokens",
             got=f"{difference:.3g}, key={key.tolist()}",
             hint="push again; until then the engine generates nothing. For 16 bits pass a larger tolerance=.",
@@ -193,14 +193,14 @@ def _send(engine: AbstractEngine, leaves: dict[str, Tensor]) -> dict[str, str]:
     left = [name for name in leaves if name not in digests]
     if left:
         raise ConcurrencyError(
-            f"push: the engine must read every leaf; it left {left[0]!r}.",
+            f"push: the engine did not read every leaf; it left {left[0]!r}.",
             expected=f"{len(leaves)} leaves",
             got=f"{len(digests)} leaves",
             hint="push again; until then the engine generates nothing.",
         )
     if not engine.reset_cache():
         raise ConcurrencyError(
-            "push: the engine must drop its prefix cache, which contains results of earlier weights.",
+            "push: the engine did not drop its prefix cache, which contains results of earlier weights.",
             got="a refusal: requests may be running",
             hint="push between requests.",
         )
@@ -232,7 +232,7 @@ def _leaves_of(tree: Any, own_buffers: Any, module: Any) -> tuple[dict[str, Tens
     for name, leaf in leaves.items():
         if leaf.shape != shapes[name]:
             raise TreeStructureError(
-                f"push: leaf {name!r} must have the shape of the engine's leaf.",
+                f"push: leaf {name!r} does not have the shape of the engine's leaf.",
                 expected=list(shapes[name]),
                 got=f"{list(leaf.shape)}; nothing was sent",
             )

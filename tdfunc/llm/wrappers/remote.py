@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tdfunc.core.errors import RemoteError, UnsupportedError
+from tdfunc.core.errors import RemoteError, UnsupportedError, brief
 from tdfunc.llm.generation.options import GenerationOptions, Response
 from tdfunc.llm.scoring.model import CausalLM
 from tdfunc.llm.wrappers.base import LLMWrapperBase
@@ -59,7 +59,7 @@ class RemoteEngine(AbstractEngine):
             if err.status not in _ABSENT:
                 raise
             raise UnsupportedError(
-                "push: the server must have vLLM's endpoints for weights.",
+                "push: the server does not have vLLM's endpoints for weights.",
                 expected=path,
                 got=str(err),
                 hint="VLLM_SERVER_DEV_MODE=1 vllm serve ..., where nobody else reaches it.",
@@ -367,7 +367,7 @@ def _finish_reason(choices: list[Any], where: str) -> Literal["stop", "length"]:
     if reason in ("stop", "length"):
         return reason
     raise RemoteError(
-        f"{where}: the response must be complete.",
+        f"{where}: the response is not complete.",
         expected="finish_reason 'stop' or 'length'",
         got="none, because the stream ended early" if reason is None else repr(reason),
     )
@@ -405,7 +405,7 @@ def _check_tokens(tokens: list[Any], limit: int) -> None:
     for token in tokens:
         # A bool is an int of Python.
         if type(token) is not int or token < 0:
-            raise ValueError(f"{token!r} as a token")
+            raise ValueError(f"{brief(token)} as a token")
     if len(tokens) > limit:
         raise ValueError(f"{len(tokens)} tokens of {limit}")
 

@@ -162,11 +162,12 @@ class Server:
             return read(retrying(self._send, path, body, where, stream, tokens))
         except (httpx2.HTTPError, httpx2.InvalidURL) as err:
             raise RemoteError(
-                f"{where}: {self.options.base_url}{path} must answer.", got=f"{type(err).__name__}: {err}"
+                f"{where}: {self.options.base_url}{path} did not answer.", got=f"{type(err).__name__}: {err}"
             ) from err
         except _FORM_ERRORS as err:
             raise RemoteError(
-                f"{where}: the answer of {path} must have the form of its endpoint.", got=f"{type(err).__name__}: {err}"
+                f"{where}: the answer of {path} does not have the form of its endpoint.",
+                got=f"{type(err).__name__}: {err}",
             ) from err
 
     def _send(self, path: str, body: dict[str, Any] | None, where: str, stream: bool, tokens: int) -> list[Any]:
@@ -282,7 +283,7 @@ class _Watch:
             raise self._endless(f"more than {events - 1} events for {tokens} tokens")
 
     def _endless(self, got: str) -> RemoteError:
-        return RemoteError(f"{self._where}: the answer must have an end.", got=got)
+        return RemoteError(f"{self._where}: the answer does not end.", got=got)
 
 
 def _may_pass(err: BaseException) -> bool:
@@ -308,7 +309,7 @@ def _refusal(response: "httpx2.Response", content: bytes, where: str) -> RemoteE
         hint = f"the server asks to wait {retry_after_s:.0f} s; waits of more than {_LONGEST_WAIT_S:.0f} s are yours."
     text = content[:2000].decode(errors="replace")[:500]
     err = RemoteError(
-        f"{where}: {response.request.url} must accept the request.",
+        f"{where}: {response.request.url} did not accept the request.",
         got=f"{response.status_code} {response.reason_phrase}: {text}",
         hint=hint,
     )
@@ -331,7 +332,7 @@ def _failure(event: dict[str, Any], where: str) -> RemoteError:
     found = event["error"]
     if not isinstance(found, dict):
         found = {"message": found}
-    err = RemoteError(f"{where}: the stream must end with a response.", got=found.get("message"))
+    err = RemoteError(f"{where}: the stream ended without a response.", got=found.get("message"))
     code = found.get("code")
     err.status = code if isinstance(code, int) else None
     return err

@@ -27,8 +27,10 @@ from tdfunc.storage.disk.commit import Descriptor
 from tdfunc.storage.disk.handlers import is_in_handler
 from tdfunc.storage.disk.raw import outside_transforms, write_all
 from tdfunc.storage.disk.remote import local_folder
+from tdfunc.storage.memmap.folder import FolderReader
 from tdfunc.storage.memmap.layout import META, FileLeaf, FolderPlan, Owned, owned_names, plan_folder
-from tdfunc.storage.memmap.read import FolderReader, LeafFile, map_each, map_leaf, read_folder, read_tree
+from tdfunc.storage.memmap.leaf import LeafFile, map_leaf
+from tdfunc.storage.memmap.read import map_each, read_folder, read_tree
 from tdfunc.storage.safetensors.write import pieces
 from tdfunc.storage.tree.decode import MALFORMED
 from tdfunc.storage.tree.specs import parse_json

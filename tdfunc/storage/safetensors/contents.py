@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
 from json.encoder import encode_basestring as quote
 from typing import Any, NamedTuple
@@ -17,44 +17,25 @@ from typing import Any, NamedTuple
 import torch
 
 from tdfunc.core.context import make_lock
-from tdfunc.core.errors import UnsupportedError, damaged, error, explain
+from tdfunc.core.errors import UnsupportedError, brief, damaged, error, explain
 from tdfunc.core.keys import missing
 from tdfunc.core.types import Path
-from tdfunc.storage.disk.commit import STEP_NAME
 from tdfunc.storage.disk.raw import outside_transforms
-from tdfunc.storage.disk.remote import Files, LocalBytes, LocalFiles, MappedBytes, is_remote
 from tdfunc.storage.safetensors.blocks import Blocks
 from tdfunc.storage.safetensors.header import (
     BLOCKS_VERSION,
-    MAX_HEADER_BYTES,
     VERSION,
     check_size,
     lay_out,
     parse_entries,
     split_digests,
 )
-from tdfunc.storage.safetensors.index import (
-    ADAPTER,
-    INDEX,
-    SINGLE,
-    TORCH_NAMES,
-    Index,
-    is_index,
-    is_variant,
-    parse_index,
-    torch_refusal,
-)
-from tdfunc.storage.safetensors.read import Digest, Source, naming, open_source, parsing, read_bytes
+from tdfunc.storage.safetensors.read import Digest, Source, naming, parsing
 from tdfunc.storage.scales import Quantized, may_have_codes
 from tdfunc.storage.tree.decode import Description, check_flags, check_place, check_unique, parse_tree
 from tdfunc.storage.tree.foreign import Entries, Entry, describe, nests
 from tdfunc.storage.tree.objects import OBJECT
 from tdfunc.storage.tree.specs import Spec, malformed, parse_json, spec_of
-
-_META = "meta.json"
-_TRIES = 10
-# A checkpoint of more files keeps none of them open.
-_MOST_OPEN = 16
 
 
 class Places(NamedTuple):
@@ -238,7 +219,7 @@ class Contents:
             self._check_index(self.homes, names)
             names = list(self.homes)
         if '""' in names:
-            raise UnsupportedError("a leaf must have a name.", hint="safetensors.torch.load_file reads the file.")
+            raise UnsupportedError("a leaf has an empty name.", hint="safetensors.torch.load_file reads the file.")
         if self._glob is not None:
             wanted = [name for name in names if self._glob.match(json.loads(name)) is not None]
             # Without one, the filter reports what there is.
@@ -297,7 +278,7 @@ class Contents:
                 raise damaged(
                     "the index does not name the tree's leaves.",
                     f"{count} names",
-                    f"{len(self.homes)}; missing: {lacking[:5]}",
+                    f"{len(self.homes)}; missing {brief(lacking)}",
                 )
             homes = [self.homes[name] for name in self.names]
         if self.homes is None:
@@ -331,7 +312,7 @@ class Contents:
         for rows in table.values():
             for row in rows:
                 if [type(part) for part in row] != [list, list, str]:
-                    raise malformed("lists of a start, sizes and a digest", repr(rows)[:200])
+                    raise malformed("lists of a start, sizes and a digest", brief(rows))
         return table
 
     def _in_blocks(self, digest: str | None, name: str, spec: Spec) -> Digest | None:
@@ -360,7 +341,7 @@ class Contents:
         layout = lay_out(names, specs)
         if header.rest.rstrip(" ") != f"{layout.entries}}}":
             if self.verify:
-                raise damaged("the header's entries must fit its tree.", layout.entries[:200], header.rest[:200])
+                raise damaged("the header's entries do not fit its tree.", layout.entries[:200], header.rest[:200])
             return None
         check_size(source.begin + layout.size_bytes, source.size_bytes)
         digests: list[str | None] = [None] * len(names)
@@ -591,16 +572,16 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
     version = metadata.get("tdfunc.version")
     if version not in (VERSION, BLOCKS_VERSION):
         raise UnsupportedError(
-            "this version of tdfunc must read the format of the file.",
+            "this version of tdfunc cannot read the format of the file.",
             expected=f"{VERSION} or {BLOCKS_VERSION}",
-            got=repr(version),
+            got=brief(version),
             hint="install the tdfunc that wrote it, or a newer one.",
         )
     if "tdfunc.tree" not in metadata:
         raise UnsupportedError(
-            "the file must describe a tree; it is one shard of a larger save.",
+            "the file describes no tree: it is one shard of a larger save.",
             expected="tdfunc.tree in the metadata",
-            got=", ".join(metadata),
+            got=", ".join([*metadata][:10]),
             hint="load the folder that it is in.",
         )
 
@@ -628,156 +609,5 @@ def _same(entry: Entry | None, name: str, spec: Spec) -> Entry:
         got = "nothing of this name"
         if entry is not None:
             got = f"{entry.spec.code} {list(entry.spec.shape)}"
-        raise damaged(f"leaf {name} must be as the tree describes it.", f"{spec.code} {list(spec.shape)}", got)
+        raise damaged(f"leaf {name} is not as the tree describes it.", f"{spec.code} {list(spec.shape)}", got)
     return entry
-
-
-# -- files and folders -----------------------------------------------------------------------------------------
-
-
-def open_contents(path: str, files: Files, *, verify: bool) -> Contents:
-    """Open a safetensors file, or the shards (else the one file) in a folder.
-
-    Raises:
-        FileNotFoundError: The path does not exist, or the folder is without a checkpoint; the message lists its files.
-    """
-    if is_index(path):
-        return _open_shards(path, files, verify=verify)
-    if files.is_folder(path):
-        return _open_folder(path, files, verify=verify)
-    return _open_single(path, files, verify=verify)
-
-
-def _open_folder(path: str, files: Files, *, verify: bool) -> Contents:
-    # One file first, as in transformers. Again and again: shards and one file may take turns between two looks.
-    layouts = ((SINGLE, _open_single), (INDEX, _open_shards), (ADAPTER, _open_single))
-    for name, open_one in layouts * _TRIES:
-        with suppress(FileNotFoundError, IsADirectoryError):
-            return open_one(join(path, name), files, verify=verify)
-    names = sorted(files.names(path))
-    variants = [name for name in names if is_variant(name)]
-    if len(variants) == 1:
-        return open_contents(join(path, variants[0]), files, verify=verify)
-    raise _no_checkpoint(path, names, variants)
-
-
-def _no_checkpoint(path: str, names: list[str], variants: list[str]) -> FileNotFoundError | UnsupportedError:
-    """Return the error for a folder without one checkpoint: the files in it tell what it is instead."""
-    what = f"load {path}: the folder must hold a checkpoint."
-    hint = "load(path) of a file takes any name."
-    expected = f"{SINGLE}, {INDEX}, {ADAPTER} or {_META}"
-    steps = [name for name in names if STEP_NAME.fullmatch(name)]
-    if steps:
-        what = f"load {path}: this is the folder of a CheckpointManager; it has steps, and no checkpoint of its own."
-        hint = f"CheckpointManager(path).load() loads the latest step; load({join(path, steps[-1])!r}) loads one step."
-    elif variants:
-        what = f"load {path}: the folder has several variants."
-        hint = f"load the path of one: {join(path, variants[0])}."
-    elif any([name in TORCH_NAMES for name in names]):
-        return torch_refusal(path)
-    elif _META in names and is_remote(path):
-        what = f"load {path}: this is a memmap folder, whose files are mapped on this machine."
-        hint = "fsspec.filesystem(protocol).get(path, folder, recursive=True) fetches it; then load(folder)."
-    elif _META in names:
-        what = f"open {path}: this is a memmap folder."
-        expected = f"{SINGLE} or {INDEX}: open reads safetensors"
-        hint = "tdfunc.load(path) and tdfunc.load_memmap(path) map its leaves, and read none before."
-    elif ".metadata" in names:
-        hint = "torch.distributed.checkpoint.load reads its folders, and HuggingFaceStorageWriter consolidates them."
-    return error(FileNotFoundError, what, expected=expected, got=", ".join(names[:10]) or "nothing", hint=hint)
-
-
-def is_memmap(path: str, files: Files) -> bool:
-    """Return whether a path is a memmap folder of this machine and not a folder of safetensors."""
-    if not isinstance(files, LocalFiles) or not files.exists(join(path, _META)):
-        return False
-    # A sub-tree of such a name is a folder.
-    return not any(os.path.isfile(join(path, name)) for name in (INDEX, SINGLE))
-
-
-def join(folder: str, name: str) -> str:
-    """Return the path of a file in a folder, or its URL."""
-    if "://" in folder:
-        return f"{folder.rstrip('/')}/{name}"
-    return os.path.join(folder, name)
-
-
-def read_index(path: str, files: Files, *, verify: bool) -> tuple[bytes, Index]:
-    """Read an index; errors name it."""
-    with naming(path):
-        data = files.open(path)
-        try:
-            if data.size_bytes > MAX_HEADER_BYTES:
-                raise damaged("the index is too long.", f"at most {MAX_HEADER_BYTES} bytes", f"{data.size_bytes} bytes")
-            raw = read_bytes(data, 0, data.size_bytes)
-        finally:
-            data.close()
-    with parsing(path):
-        return raw, parse_index(raw, path, verify=verify)
-
-
-def _open_shards(path: str, files: Files, *, verify: bool) -> Contents:
-    raw, index = read_index(path, files, verify=verify)
-    folder = path[: max(path.rfind("/"), path.rfind(os.sep)) + 1]
-    while True:
-        try:
-            return _open_files(path, [folder + name for name in index.files], files, index, verify=verify)
-        except FileNotFoundError as err:
-            # Another save may have replaced the index, and deleted the shards of the old one.
-            again, index = read_index(path, files, verify=verify)
-            if again == raw:
-                raise damaged(
-                    f"load {path}: a shard that the index names is missing.", ", ".join(index.files), str(err)
-                ) from err
-            raw = again
-
-
-def _open_single(path: str, files: Files, *, verify: bool) -> Contents:
-    return _open_files(path, [path], files, None, verify=verify)
-
-
-def _open_files(path: str, names: list[str], files: Files, index: Index | None, *, verify: bool) -> Contents:
-    """Open all files of a checkpoint; if one of them fails, all are closed."""
-    sources: list[Source] = []
-    try:
-        for number, name in enumerate(names):
-            source = open_source(name, verify=verify, data=files.open(name))
-            if len(names) > _MOST_OPEN and isinstance(source.data, LocalBytes):
-                source = source._replace(data=MappedBytes(source.data))
-            sources.append(source)
-            if index is not None and verify:
-                _check_shard(name, source, index, number)
-        if index is None:
-            metadata = sources[0].header.metadata
-            homes = None
-        else:
-            metadata = index.metadata
-            homes = index.homes
-        with parsing(path):
-            return Contents(path, sources, metadata, homes, verify)
-    except BaseException:
-        for source in sources:
-            source.data.close()
-        raise
-
-
-def _check_shard(name: str, source: Source, index: Index, number: int) -> None:
-    """Raise unless a shard has the digest that its index records."""
-    found = source.header.digest
-    recorded = None
-    if index.digests is not None:
-        recorded = index.digests[number]
-    if recorded is None:
-        # One damaged letter makes an index of ours look like one of another program.
-        is_wrong = index.is_marked and found is not None
-        expected = "an index with tdfunc's metadata"
-    else:
-        is_wrong = recorded != found
-        expected = f"a header with the digest {recorded}"
-    if is_wrong:
-        raise damaged(
-            f"load {name}: this shard is of another save than the index, or the index is damaged.",
-            expected,
-            str(found),
-            hint="restore all files of the folder from one copy, or read them: load(path, verify=False).",
-        )

@@ -20,7 +20,7 @@ from tdfunc.storage.tree.specs import BITS, Spec, unique
 VERSION = "1"
 BLOCKS_VERSION = "2"
 ALGORITHM = "xxh3-64"
-# safetensors refuses longer headers.
+# safetensors 0.8 refuses longer headers.
 MAX_HEADER_BYTES = 100_000_000
 DIGITS = 16
 _ALIGN = 64

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring as quote
 from typing import Any, NamedTuple
 
-from tdfunc.core.errors import UnsupportedError, damaged
+from tdfunc.core.errors import UnsupportedError, brief, damaged
 from tdfunc.storage.safetensors.header import ALGORITHM, DIGITS, VERSION, altered, check_own, digest
 from tdfunc.storage.tree.specs import find_surrogate, parse_json
 
@@ -94,18 +94,12 @@ def parse_index(raw: bytes, path: str, *, verify: bool) -> Index:
         check_own("index", raw, found[1].decode("latin-1"), found[2].decode(), _DIGEST_AT)
     doc = parse_json(raw)
     weights = _weight_map(doc)
-    metadata = doc.get("metadata")
-    if not isinstance(metadata, dict):
-        metadata = {}
-    shards = metadata.get("tdfunc.shards")
-    if not isinstance(shards, dict):
-        shards = None
-    # A shard may have no leaf.
-    files = list(dict.fromkeys([*(shards or ()), *weights.values()]))
-    for name in files:
-        _check_name(name, path)
+    metadata = _dict_in(doc, "metadata") or {}
+    shards = _dict_in(metadata, "tdfunc.shards")
+    files = _list_files(shards or {}, weights, path)
     is_ours = any([key.startswith("tdfunc") for key in metadata])
-    if is_ours and verify and (found is None or shards is None or len(shards) != len(files)):
+    is_complete = found is not None and shards is not None and len(shards) == len(files)
+    if is_ours and verify and not is_complete:
         raise altered("index", f"an index that starts with {_START} and has the digest of each file", repr(raw[:60]))
     texts = {key: value for key, value in metadata.items() if isinstance(value, str)}
     numbers = {name: i for i, name in enumerate(files)}
@@ -117,14 +111,29 @@ def parse_index(raw: bytes, path: str, *, verify: bool) -> Index:
 
 
 # Any: JSON of any program.
+def _dict_in(doc: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Return an entry that is an object; None for anything else."""
+    found = doc.get(name)
+    return found if isinstance(found, dict) else None
+
+
+# Any: JSON of any program.
 def _weight_map(doc: Any) -> dict[str, str]:
     """Return the file of each leaf."""
     weights: Any = None
     if isinstance(doc, dict):
         weights = doc.get("weight_map")
     if not isinstance(weights, dict) or not all([type(home) is str for home in weights.values()]):
-        raise damaged("the index is malformed.", "a weight_map of names and files", repr(weights)[:200])
+        raise damaged("the index is malformed.", "a weight_map of names and files", brief(weights))
     return weights
+
+
+def _list_files(shards: dict[str, Any], weights: dict[str, str], path: str) -> list[str]:
+    """Return the checked names of all files of an index, of which a shard may have no leaf."""
+    files = list(dict.fromkeys([*shards, *weights.values()]))
+    for name in files:
+        _check_name(name, path)
+    return files
 
 
 def _check_name(name: str, path: str) -> None:
@@ -133,7 +142,7 @@ def _check_name(name: str, path: str) -> None:
     if is_plain and name.endswith((".bin", ".pt", ".pth")):
         raise torch_refusal(path)
     if not is_plain or name in (".", "..") or not name.endswith(".safetensors"):
-        raise damaged("the index must name safetensors files in its folder.", got=repr(name)[:400])
+        raise damaged("the index names a file that is not a safetensors file of its folder.", got=brief(name))
 
 
 def _is_plain(name: str) -> bool:

@@ -140,12 +140,12 @@ def check_ranks(ranks: Ranks, found: Found | None, text: str | None = None) -> N
             if first_text != other_text:
                 place, own, theirs = _first_difference(first_text, other_text)
                 raise TreeStructureError(
-                    f"{ranks.call}: the trees of all ranks must have equal values, batch sizes, kinds and classes.",
+                    f"{ranks.call}: the trees of the ranks differ in values, batch sizes, kinds or classes.",
                     expected=f"{place}: {own}, as on rank {ranks.world_rank(first)}",
                     got=f"{place}: {theirs} on rank {ranks.world_rank(rank)}",
                     hint="td.broadcast(0) gives all ranks one tree.",
                 )
-        raise TreeStructureError(f"{ranks.call}: the trees of all ranks must have the same leaves.")
+        raise TreeStructureError(f"{ranks.call}: the trees of the ranks do not have the same leaves.")
 
     ranks.agree(tell, name)
     raise AssertionError("the first rank has raised")
@@ -176,7 +176,7 @@ def mismatch(call: str, who: str, expected: Found, got: Found) -> TreeStructureE
     others = [at for at in got if at not in expected]
     kind, lines = list_differences(expected, got, lacking, others)
     return kind(
-        "\n    ".join([f"{call}: {who} must have the same leaves; {len(lines)} difference(s):", *lines]),
+        "\n    ".join([f"{call}: {who} do not have the same leaves; {len(lines)} difference(s):", *lines]),
         hint="select(), set() and to() make trees alike; tdfunc.distributed.recv(src) takes any tree.",
     )
 
@@ -240,7 +240,7 @@ def _no_spec(at: Path, node: Any) -> TypeError:
         where = f" at {dotted(at)!r}"
     return error(
         TypeError,
-        f"load: like= must have a shape and dtype{where}.",
+        f"load: like= has no shape and dtype{where}.",
         expected="a tree (tdfunc.from_module(module)), a mapping, or anything with .shape and .dtype",
         got=f"{type(node).__name__}",
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from tdfunc.core.errors import UnsupportedError, as_count, error
+from tdfunc.core.errors import UnsupportedError, as_count, brief, error
 from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES, lay_out, render
 from tdfunc.storage.safetensors.index import render_index
 from tdfunc.storage.tree.encode import Outline
@@ -144,7 +144,7 @@ def address_of(call: str, name: str, leaf: Tensor) -> int:
         got = f"a tensor inside a transformation ({type(leaf).__name__})"
     if address is None or (address < _LOW_ADDRESS and leaf.numel()):
         raise UnsupportedError(
-            f"{call}: leaf {name} must have memory to read; nothing was written.",
+            f"{call}: leaf {name} has no memory to read; nothing was written.",
             expected="a tensor with values",
             got=got,
             hint="save outside of torch.func transformations, and before a storage is freed.",
@@ -177,8 +177,8 @@ def as_bytes(size: int | str) -> int:
     if count <= 0:
         raise error(
             ValueError,
-            "save: max_shard_size must be a size.",
+            "save: max_shard_size is not a size.",
             expected='a number of bytes, or a text as "5GB" or "512MiB"',
-            got=repr(size),
+            got=brief(size),
         )
     return count

@@ -259,7 +259,7 @@ class RankSave:
         for name, digest in other.items():
             if digest != first.get(name):
                 raise LeafMismatchError(
-                    f"{self.ranks.call}: leaf {name} is not a DTensor: its values must be the same on all ranks.",
+                    f"{self.ranks.call}: leaf {name} is not a DTensor, and its values differ between ranks.",
                     expected=f"the values of rank {self.ranks.world_rank(0)}, with the digest {first.get(name)}",
                     got=f"the digest {digest} on rank {self.ranks.world_rank(rank)}",
                     hint="td.broadcast(0) gives all ranks one; leave out what belongs to a rank alone.",
@@ -276,7 +276,7 @@ class RankSave:
             if not cover_once(parts, tuple(spec.size)):
                 boxes = [[*part.start, *part.shape] for part in parts[:10]]
                 raise UnsupportedError(
-                    f"{self.ranks.call}: the parts of leaf {name} must cover it once; nothing was written.",
+                    f"{self.ranks.call}: the parts of leaf {name} leave a hole or overlap; nothing was written.",
                     expected=f"parts of {list(spec.size)}",
                     got=str(boxes)[:300],
                     hint="all ranks of the default group save together; redistribute() the leaf over one mesh of them.",

@@ -79,7 +79,7 @@ def _no_header(path: str, data: Bytes, raw: bytes) -> CorruptCheckpointError | U
     found = find_format(raw, read_bytes(data, begin, data.size_bytes - begin))
     if found is not None:
         return refusal(path, found, raw)
-    return damaged("the file must be a safetensors file.", expected, f"the bytes {raw[:8]!r}", hint=hint)
+    return damaged("this is not a safetensors file.", expected, f"the bytes {raw[:8]!r}", hint=hint)
 
 
 _OURS = (CorruptCheckpointError, TreeStructureError, UnsupportedError)

@@ -31,7 +31,7 @@ def check_target(path: str | os.PathLike[str], max_shard_size: int | str | None 
     if suffix != _SUFFIX:
         raise error(
             ValueError,
-            f"save {target}: the file name must end in {_SUFFIX}.",
+            f"save {target}: the file name does not end in {_SUFFIX}.",
             expected=_SUFFIX,
             got=suffix or "none",
             hint="torch.save(td.state_dict(), path) writes .pt; max_shard_size= writes a folder of shards.",

@@ -15,7 +15,8 @@ from tdfunc.core.types import Device, NestedKey, Path
 from tdfunc.ops.base.reading import get_value, has
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import LocalBytes, LocalFiles, RemoteFiles, find, is_remote
-from tdfunc.storage.safetensors.contents import Contents, Leaf, open_contents, warn_unlisted
+from tdfunc.storage.safetensors.contents import Contents, Leaf, warn_unlisted
+from tdfunc.storage.safetensors.folder import open_contents
 from tdfunc.storage.safetensors.read import parsing, plan_rows, read_leaf, read_rows
 from tdfunc.storage.safetensors.select import Choice, outline_tree, read_tree
 from tdfunc.storage.tree.build import Classes, flag_leaf, move_leaf
@@ -162,7 +163,7 @@ class SavedTree:
         if leaf is None or IS_VALUE in leaf.flags:
             raise error(
                 TypeError,
-                f"slice {dotted(path)!r}: there must be a leaf at this path.",
+                f"slice {dotted(path)!r}: there is no leaf at this path.",
                 expected="the path of a leaf",
                 hint=f"f[{path!r}].",
             )

@@ -49,10 +49,10 @@ class Choice:
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise error(
                 ValueError,
-                "load: dtype= casts floating leaves.",
+                "load: dtype= is not a floating dtype.",
                 expected="a floating dtype",
                 got=repr(self.dtype),
-                hint="other leaves stay as they are; cast them in the tree.",
+                hint="it casts floating leaves; cast others in the tree.",
             )
 
 

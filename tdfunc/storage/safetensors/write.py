@@ -22,7 +22,7 @@ from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError, Unsuppo
 from tdfunc.storage.disk.commit import copy_mode, locked, naming, put_file, replace_named, settle, staged_folder, sweep
 from tdfunc.storage.disk.raw import memory_of, raw_bytes, write_all
 from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles, is_remote
-from tdfunc.storage.safetensors.contents import join, read_index
+from tdfunc.storage.safetensors.folder import join, read_index
 from tdfunc.storage.safetensors.header import is_ours, seal
 from tdfunc.storage.safetensors.index import INDEX, SINGLE, is_index
 from tdfunc.storage.safetensors.plan import FilePlan, SavePlan, is_plain

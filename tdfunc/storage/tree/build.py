@@ -9,7 +9,7 @@ import torch
 from torch import Size, Tensor, nn
 
 from tdfunc.core.collection import Static, TensorCollection
-from tdfunc.core.errors import CorruptCheckpointError, TreeStructureError, UnsupportedError
+from tdfunc.core.errors import CorruptCheckpointError, TreeStructureError, UnsupportedError, brief
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.shapes import as_names
@@ -211,10 +211,10 @@ def move_leaf(leaf: Tensor, target: torch.device, *, non_blocking: bool = False)
     """Return a leaf on a device."""
     try:
         return leaf.to(target, non_blocking=non_blocking)
-    # A torch without CUDA raises an AssertionError.
+    # torch 2.13 without CUDA raises an AssertionError.
     except (AssertionError, NotImplementedError, RuntimeError) as err:
         raise UnsupportedError(
-            "the leaves must be on a device of this machine.",
+            "the leaves cannot be put on the device.",
             expected=str(target),
             got=f"{type(err).__name__}: {err}"[:200],
             hint='load(path, device="cpu").',
@@ -313,10 +313,11 @@ def check_fields(cls: Any, keys: Collection[str], path: Path) -> None:
     if unknown:
         lacking = [name for name in cls._required if name not in keys]
         where = dotted(path) if path else "the root"
+        got = f"{brief(list(keys))}: unknown {brief(unknown)}, missing {brief(lacking)}"
         raise TreeStructureError(
-            f"{cls.__name__} must have the fields that were saved at {where!r}.",
-            expected=f"the fields {list(cls._fields)}",
-            got=f"{list(keys)}: unknown {unknown}, missing {lacking}",
+            f"{cls.__name__} does not have all fields that were saved at {where!r}.",
+            expected=f"the fields {brief(list(cls._fields))}",
+            got=got,
             hint=f"load(path, classes=TensorDict) gives plain trees; {cls.__name__}.from_tensordict takes one.",
         )
 
@@ -344,10 +345,10 @@ def resolve_class(name: Any, classes: Classes, keys: Sequence[str]) -> type[Tens
     got = "no classes"
     if given:
         fit = "several that fit" if alike else "none that fits"
-        got = f"{fit} of {list(given)}"
+        got = f"{fit} of {brief(list(given))}"
     raise UnsupportedError(
-        f"the class {name!r} of a node must be imported or given.",
-        expected=f"classes={{{name!r}: its class}}, for a node with the keys {list(keys)}",
+        f"the class {name!r} of a node is not imported or given.",
+        expected=f"classes={{{name!r}: its class}}, for a node with the keys {brief(list(keys))}",
         got=got,
         hint="the mapping takes any class; import its module; or take plain trees: load(path, classes=TensorDict).",
     )

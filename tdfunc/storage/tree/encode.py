@@ -98,7 +98,7 @@ def outline(
     """
     if is_fake(None):
         raise UnsupportedError(
-            f"{call}: the tensors must have values.", got="FakeTensorMode", hint=f"{call} outside of this mode."
+            f"{call}: the tensors have no values.", got="FakeTensorMode", hint=f"{call} outside of this mode."
         )
     return _Writer(call, values, codes, named).outline(tree)
 
@@ -142,9 +142,9 @@ class _Writer:
             text.encode()
         except UnicodeEncodeError as err:
             raise UnsupportedError(
-                f"{self.call}: keys and values must be valid Unicode; nothing was written.",
+                f"{self.call}: a key or value is not valid Unicode; nothing was written.",
                 expected="text that UTF-8 can encode",
-                got=ascii(find_surrogate(text.split('"'))),
+                got=ascii(find_surrogate(text.split('"')))[:80],
                 hint="a lone surrogate is half of a character: rename the key, or repair the value.",
             ) from err
         return Outline(text, self.names, self.specs, self.leaves)
@@ -257,7 +257,7 @@ class _Writer:
             fields["own"] = tree._static.own
         if set(map(frozenset, tree._ties)) != set(map(frozenset, node.ties)):
             raise TieError(
-                f"{self.call}: the sub-tree at {node.prefix!r} and the tree around it must have the same ties.",
+                f"{self.call}: the sub-tree at {node.prefix!r} and the tree around it have different ties.",
                 expected=repr(node.ties)[:300],
                 got=repr(tree._ties)[:300],
                 hint="td.untie(path).",
@@ -380,7 +380,7 @@ class _Writer:
         for group, refs in zip(self.ties, self.refs, strict=True):
             if len(refs) != len(group):
                 paths = ", ".join(map(dotted, group))
-                raise TieError(f"{self.call}: there must be a leaf at each of the tied paths {paths}.", hint=hint)
+                raise TieError(f"{self.call}: one of the tied paths {paths} has no leaf.", hint=hint)
         for group, other in self.others:
             first = self.first[group]
             if other.value is not first.value or not isinstance(other.value, Tensor):
@@ -441,7 +441,7 @@ def check_tie_size(keys: int, kind: type[Exception]) -> None:
     if keys > MAX_TIE_KEYS:
         raise error(
             kind,
-            "the paths of tied leaves must be shorter.",
+            "the paths of tied leaves are too long.",
             expected=f"at most {MAX_TIE_KEYS} keys (path lengths squared)",
             got=str(keys),
             hint="td.untie(path).",

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, damaged
+from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, brief, damaged
 from tdfunc.core.types import Path
 from tdfunc.storage.tree.specs import DTYPES, FILE_BITS, Spec, find_surrogate, no_constant, spec_of, unique
 
@@ -92,7 +92,7 @@ class Entries:
             if end - begin != sizes[kind]:
                 code, shape = kind
                 raise damaged(
-                    f"leaf {self.names[number]!r} has not the bytes that its shape needs.",
+                    f"leaf {self.names[number]!r} does not have the bytes that its shape needs.",
                     f"{sizes[kind]} for {code} {list(shape)}",
                     f"data_offsets {[begin, end]}",
                 )
@@ -121,7 +121,7 @@ class Entries:
             # The format has it, and this torch does not: the other leaves can be read.
             bits = math.prod(shape) * FILE_BITS[code]
             if bits % 8:
-                raise damaged("the elements must fill whole bytes.", "a multiple of 8 bits", f"{bits} bits")
+                raise damaged("the elements do not fill whole bytes.", "a multiple of 8 bits", f"{bits} bits")
         except (CorruptCheckpointError, UnsupportedError) as err:
             raise _named(self.names[self._kinds.index(kind)], err) from err
         return bits // 8
@@ -132,7 +132,7 @@ def parse_foreign(raw: bytes) -> tuple[dict[str, str], Entries]:
     text = raw.decode()
     header: Any = _parse_unique(text)
     if not isinstance(header, dict):
-        raise damaged("the header must be a JSON object.", got=repr(header)[:200])
+        raise damaged("the header is not a JSON object.", got=brief(header))
     if _SURROGATE.search(raw) is not None:
         _check_surrogates(header)
     metadata = header.pop("__metadata__", None)
@@ -146,7 +146,7 @@ def parse_foreign(raw: bytes) -> tuple[dict[str, str], Entries]:
 def check_text(metadata: Any) -> None:
     """Raise unless metadata are a map of strings."""
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise damaged("the metadata must be a map of strings.", got=repr(metadata)[:200])
+        raise damaged("the metadata are not a map of strings.", got=brief(metadata))
 
 
 def _parse_unique(text: str) -> Any:
@@ -222,7 +222,7 @@ def _check_types(names: Sequence[str], columns: Sequence[tuple[Any, Any, Any]]) 
         return
     for name, (_, shape, offsets) in zip(names, columns, strict=True):
         if not all(map(_is_size, shape)):
-            raise damaged(f"leaf {name!r}: A shape must be a list of sizes.", got=repr(shape)[:400])
+            raise damaged(f"leaf {name!r}: the shape is not a list of sizes.", got=brief(shape))
         if not all(map(_is_size, offsets)):
             raise _malformed(name, {"data_offsets": offsets})
 
@@ -244,7 +244,7 @@ def _is_size(number: Any) -> bool:
 
 
 def _malformed(name: str, fields: Any) -> CorruptCheckpointError:
-    return damaged(f"leaf {name!r} is malformed.", "a dtype, a shape and two data_offsets", repr(fields)[:200])
+    return damaged(f"leaf {name!r} is malformed.", "a dtype, a shape and two data_offsets", brief(fields))
 
 
 def _named(name: str, err: Exception) -> Exception:

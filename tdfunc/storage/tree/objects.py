@@ -53,7 +53,7 @@ def as_tree(value: Any, call: str) -> TensorCollection:
             got = f"a dict with the keys {list(value)}"[:200]
         raise error(
             TypeError,
-            f"{call}: the value must be a tree, or a mapping of names.",
+            f"{call}: the value is not a tree or a mapping of names.",
             expected="a TensorDict, or a dict whose keys are str",
             got=got,
             hint="tdfunc.from_module(module) is the tree of a module; {'name': x} gives anything else a name.",

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Size
 
-from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, damaged
+from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, brief, damaged
 
 # Code in the file -> (torch's name, bits of an element). torch's float4 holds two elements in a byte.
 _CODES = {
@@ -71,19 +71,19 @@ def spec_of(code: str, shape: Sequence[int]) -> Spec:
     """Return the spec of a code and a shape in a file."""
     if code not in DTYPES:
         raise UnsupportedError(
-            f"torch {torch.__version__} must have the dtype {code!r}.",
+            f"torch {torch.__version__} does not have the dtype {code!r}.",
             expected=f"one of {', '.join(DTYPES)}",
         )
     if any(type(dim) is not int or dim < 0 for dim in shape):
-        raise damaged("A shape must be a list of sizes.", got=repr(shape)[:400])
+        raise damaged("a shape is not a list of sizes.", got=brief(shape))
     # Also strides of leaves without elements are numbers of 64 bits.
     if not is_countable(shape, BITS[code]):
-        raise damaged("A shape is too large.", "elements that can be counted in 64 bits", repr(shape)[:400])
+        raise damaged("a shape is too large.", "elements that can be counted in 64 bits", brief(shape))
     size = tuple(shape)
     bits = math.prod(shape) * BITS[code]
     if code == "F4":
         if not shape or shape[-1] % 2:
-            raise damaged("float4 leaves hold pairs of elements.", "an even last dimension", str(list(shape)))
+            raise damaged("a float4 leaf has half a pair of elements.", "an even last dimension", str(list(shape)))
         size = (*size[:-1], size[-1] // 2)
     dtype = DTYPES[code]
     text = ",".join(map(str, shape))
@@ -121,13 +121,13 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         counts = Counter([key for key, _ in pairs])
         twice = next(key for key, count in counts.items() if count > 1)
-        raise damaged("the header has a key twice.", got=repr(twice))
+        raise damaged("the header has a key twice.", got=brief(twice))
     return result
 
 
 def no_constant(text: str) -> NoReturn:
     """Refuse NaN and infinities, which are not JSON, and (as `parse_float`) fractions in place of sizes."""
-    raise damaged("the header must have JSON's numbers.", "a whole number", text[:40])
+    raise damaged("the header has a number that JSON does not have.", "a whole number", text[:40])
 
 
 def find_surrogate(texts: Iterable[str]) -> str | None:

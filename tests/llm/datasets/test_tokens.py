@@ -370,7 +370,7 @@ def test_data_that_change_while_they_are_read_are_refused(tmp_path, monkeypatch)
 
 def test_an_error_leaves_nothing_behind(tmp_path):
     """A bad record makes no cache, and no temporary file."""
-    with pytest.raises(TypeError, match=r"Record 1: 'text' must be a text"):
+    with pytest.raises(TypeError, match=r"Record 1: 'text' is not a text"):
         load_tokens(TOKENIZER, [{"text": "a"}, {"text": 1}], cache_dir=tmp_path)
 
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
@@ -389,7 +389,7 @@ def test_threads_make_one_cache(tmp_path, made):
 def test_lines_that_are_not_objects_are_named(tmp_path):
     """The number of the line is in the message."""
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n[1]\n')
-    with pytest.raises(ValueError, match="line 2 must be a JSON obj"):
+    with pytest.raises(ValueError, match="line 2 is not a JSON obj"):
         load_tokens(TOKENIZER, tmp_path / "a.jsonl")
 
 
@@ -435,7 +435,7 @@ def test_a_mask_does_not_number_rows(mask):
     """Its bools would be rows 0 and 1."""
     data = load_tokens(TOKENIZER, ["a", "b", "c"])
 
-    with pytest.raises(TypeError, match="not a bool"):
+    with pytest.raises(TypeError, match="is a bool"):
         data.batch(mask)
 
 

@@ -56,7 +56,7 @@ def test_nothing_to_train_on_is_an_error(name):
 def test_masks_of_conversations_are_an_error():
     """The call that makes masks names the reply."""
     options = {"return_assistant_tokens_mask": True, "add_generation_prompt": False, **CUT}
-    with pytest.raises(ValueError, match=r"(?s)conversation 0 would be empty.*message 1 \(assistant\)"):
+    with pytest.raises(ValueError, match=r"(?s)conversation 0 is empty.*message 1 \(assistant\)"):
         History.from_chats(CHAT).apply_chat_template(tokenizer=TOKENIZER, **options)
 
 
@@ -72,7 +72,7 @@ def end_of_reply(limit):
 
 def test_a_mask_of_the_first_token_alone_is_empty():
     """Nothing predicts it, so that it is not trained."""
-    with pytest.raises(ValueError, match="conversation 0 would be empty"):
+    with pytest.raises(ValueError, match="conversation 0 is empty"):
         end_of_reply(1)
 
 

@@ -178,10 +178,15 @@ def test_ragged_prompts_give_ragged_responses():
 
 TD = padded([3, 2])[0]
 REFUSED = [
-    (TD, {"options": GenerationOptions(max_new_tokens=2)}, TypeError, "options must come alone"),
+    (TD, {"options": GenerationOptions(max_new_tokens=2)}, TypeError, "options= excludes further options"),
     (TensorDict({}, [2]), {}, MissingKeyError, "prompt"),
-    (TensorDict({"tokens": TD["tokens"].unsqueeze(1)}, [2]), {}, LeafMismatchError, "must be rows of the batch"),
-    (TD.set("attention_mask", torch.arange(6).view(2, 3) < 3).reshape(1, 2), {}, ValueError, "prompt of row 0, 1 must"),
+    (TensorDict({"tokens": TD["tokens"].unsqueeze(1)}, [2]), {}, LeafMismatchError, "are not rows of the batch"),
+    (
+        TD.set("attention_mask", torch.arange(6).view(2, 3) < 3).reshape(1, 2),
+        {},
+        ValueError,
+        "prompt of row 0, 1 has no",
+    ),
 ]
 
 

@@ -263,13 +263,13 @@ def test_the_model_is_left_alone():
 
 
 REFUSED = [
-    ({"max_new_tokens": None}, {}, ValueError, "max_new_tokens must be given"),
-    ({"temperature": 1.0}, {}, ValueError, "a random key for each response"),
+    ({"max_new_tokens": None}, {}, ValueError, "max_new_tokens is missing"),
+    ({"temperature": 1.0}, {}, ValueError, "no random key for each response"),
     ({"temperature": 1.0}, {"keys": random.key(0)}, ValueError, r"shape \(2, 2\)"),
-    ({"stop_sequences": "x"}, {}, ValueError, "stop sequences must come with a tokenizer"),
-    ({}, {"rows": [3, 0]}, ValueError, "row 1 must have tokens"),
-    ({"max_new_tokens": 2046}, {"rows": [2, 3]}, ValueError, "row 1 and its response must not be longer"),
-    ({}, {"train": []}, ValueError, "must be in evaluation mode"),
+    ({"stop_sequences": "x"}, {}, ValueError, "stop sequences need a tokenizer"),
+    ({}, {"rows": [3, 0]}, ValueError, "row 1 has no tokens"),
+    ({"max_new_tokens": 2046}, {"rows": [2, 3]}, ValueError, "row 1 and its response are longer"),
+    ({}, {"train": []}, ValueError, "is in training mode"),
 ]
 
 
@@ -289,7 +289,7 @@ def test_logits_that_are_not_numbers_are_errors():
     lm, params, buffers = causal_lm(make("llama"))
     broken = params.apply(lambda leaf: leaf * torch.nan)
     for options, keys in ((parse(), None), (parse(temperature=1.0, top_p=0.5), random.key(0)[None])):
-        with pytest.raises(ValueError, match="the logits of row 0 must be numbers"):
+        with pytest.raises(ValueError, match="the logits of row 0 are not numbers"):
             generate_tokens(lm, broken, prompts([3]), options, keys=keys, buffers=buffers)
 
 

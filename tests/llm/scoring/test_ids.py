@@ -435,5 +435,5 @@ def test_ways_of_scoring_are_explained():
             torch.vmap(lambda ids, known=known: score_ids(packed, params, ids, known).log_probs)(ids[None])
     found = torch.vmap(lambda ids: score_ids(apart, params, ids, mask, buffers=buffers).log_probs)(ids[None])
     torch.testing.assert_close(found[0], score_ids(lm, params, ids, mask, buffers=buffers).log_probs)
-    with pytest.raises(TypeError, match="must be a causal language model"):
+    with pytest.raises(TypeError, match="is not a causal language model"):
         causal_lm(torch.nn.Linear(2, 2))

@@ -76,14 +76,18 @@ def test_pushes_replace_the_weights(connect, core):
 def test_what_an_engine_cannot_do_is_refused(connect):
     """Processed log-probs, dropout, an aborted response, and a cache that stays: after it nothing is generated."""
     wrapper = connect(resets=0)
-    with pytest.raises(ConcurrencyError, match="must drop its prefix cache"):
+    with pytest.raises(ConcurrencyError, match="did not drop its prefix cache"):
         wrapper.push(causal_lm(MODEL)[1], version=2)
     cases = [
-        (lambda: connect(mode="processed"), UnsupportedError, "must return raw log-probs(?s:.*)processed"),
+        (lambda: connect(mode="processed"), UnsupportedError, "does not return raw log-probs(?s:.*)processed"),
         (lambda: connect().score_tokens(PROMPTS, training=True), UnsupportedError, "has no dropout"),
-        (lambda: connect(end="abort").generate_tokens(PROMPTS, parse()), ConcurrencyError, "complete each(?s:.*)abort"),
-        (lambda: wrapper.generate_tokens(PROMPTS, parse()), ConcurrencyError, "must be proven"),
-        (lambda: wrapper.score_tokens(PROMPTS), ConcurrencyError, "must be proven"),
+        (
+            lambda: connect(end="abort").generate_tokens(PROMPTS, parse()),
+            ConcurrencyError,
+            "did not complete a response(?s:.*)abort",
+        ),
+        (lambda: wrapper.generate_tokens(PROMPTS, parse()), ConcurrencyError, "are not proven"),
+        (lambda: wrapper.score_tokens(PROMPTS), ConcurrencyError, "are not proven"),
     ]
     for call, kind, text in cases:
         with pytest.raises(kind, match=text):

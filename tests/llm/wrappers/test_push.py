@@ -79,7 +79,7 @@ def test_faults_are_caught(made, name, count, seed):
         engine.factor = draws.choice([0.0, 0.5, 0.98, 1.02, 2.0, -1.0, float("nan")])
         with pytest.raises(FAULTS[name]):
             push(engine, made[1])
-        with pytest.raises(ConcurrencyError, match="must be proven(?s:.*)'1'(?s:.*)push again"):
+        with pytest.raises(ConcurrencyError, match="are not proven(?s:.*)'1'(?s:.*)push again"):
             proven_label(engine.label())
         engine.fault = None
         push(engine, made[1])
@@ -109,7 +109,7 @@ def test_unread_experts_are_named():
     assert push(engine, model, proof="full", key=3).unread == unread
     engine = FakeEngine(start)
     engine.fault = stale(name, next(i for i in range(96) if i not in rows))
-    with pytest.raises(ValueError, match="must have the same log-probs"):
+    with pytest.raises(ValueError, match="log-probs of the engine and the tree differ"):
         push(engine, model, proof="full", key=3)
 
 
@@ -145,7 +145,7 @@ def test_names_are_checked_before_anything_is_sent(made):
     cases = {
         f"lacks '{'.'.join(name)}'": params.delete(name),
         "has the unknown 'x.y'": params.set(("x", "y"), torch.zeros(1)),
-        f"leaf '{'.'.join(name)}' must have the shape": params.set(name, torch.zeros(2)),
+        f"leaf '{'.'.join(name)}' does not have the shape": params.set(name, torch.zeros(2)),
     }
     for pattern, tree in cases.items():
         engine = FakeEngine(made[0])
@@ -161,5 +161,5 @@ def test_nan_is_no_proof(made):
     with torch.no_grad():
         for leaf in broken.parameters():
             leaf.mul_(float("nan"))
-    with pytest.raises(ValueError, match="must have the same log-probs"):
+    with pytest.raises(ValueError, match="log-probs of the engine and the tree differ"):
         push(FakeEngine(made[0]), broken)

@@ -223,7 +223,9 @@ def test_a_status_that_may_pass_is_retried(serve, tries, statuses):
     for status in statuses:
         service.requests.clear()
         service.faults = [refuse(status)] * tries
-        with pytest.raises(RemoteError, match=f"response 0: .*must accept(?s:.)*{status} .*refused {status}") as found:
+        with pytest.raises(
+            RemoteError, match=f"response 0: .*did not accept(?s:.)*{status} .*refused {status}"
+        ) as found:
             wrapper.generate_tokens(PROMPTS[:1], parse())
         assert pickle.loads(pickle.dumps(found.value)).status == found.value.status == status
         assert len(service.requests) == tries
@@ -239,7 +241,7 @@ def test_a_missing_model_is_refused_by_both_endpoints(serve):
     for status in (403, 404, 405, 501):
         service.requests.clear()
         service.faults = [refuse(status), refuse(status)]
-        with pytest.raises(RemoteError, match=f"completions must(?s:.)*refused {status}"):
+        with pytest.raises(RemoteError, match=f"completions did not accept(?s:.)*refused {status}"):
             wrapper.generate_tokens(PROMPTS[:1], parse())
         assert service.paths == [IDS, COMPLETIONS]
 
@@ -286,7 +288,7 @@ def test_a_connection_that_breaks_is_retried(serve):
     assert len(service.requests) == 5
 
     service.faults = [cut(2, clean=False)] * 3
-    with pytest.raises(RemoteError, match="must answer(?s:.)*RemoteProtocolError"):
+    with pytest.raises(RemoteError, match="did not answer(?s:.)*RemoteProtocolError"):
         connect(service, stream=True).generate_tokens(PROMPTS[:1], parse())
     service.close()
     with pytest.raises(RemoteError, match="ConnectError"):
@@ -303,7 +305,7 @@ def test_a_stream_that_is_cut_raises(serve, ids_endpoint, count):
     before = len(service.requests)
     service.faults = [cut(count, clean=True)]
 
-    with pytest.raises(RemoteError, match="must be complete(?s:.)*the stream ended early"):
+    with pytest.raises(RemoteError, match="is not complete(?s:.)*the stream ended early"):
         wrapper.generate_tokens(PROMPTS[:1], parse())
     assert len(service.requests) == before + 1
 
@@ -315,7 +317,7 @@ def test_an_error_in_a_stream_is_that_of_its_code(serve):
     check(connect(service, stream=True).generate_tokens(PROMPTS[:1], parse()), PROMPTS[:1])
     for error in ({"message": "lost", "code": 400}, {"message": "lost", "code": "none"}, "lost"):
         service.faults = [report(error)]
-        with pytest.raises(RemoteError, match="must end with a response(?s:.)*lost"):
+        with pytest.raises(RemoteError, match="ended without a response(?s:.)*lost"):
             connect(service, stream=True).generate_tokens(PROMPTS[:1], parse())
 
     assert len(service.requests) == 5
@@ -350,7 +352,7 @@ ENDLESS = {
     "a body": (False, "application/json", b" ", 0.02, "ReadTimeout"),
     "signs of life": (True, "text/event-stream", b": wait\n\n", 0.02, "ReadTimeout"),
     "an event": (True, "text/event-stream", b"data: {", 0.02, "ReadTimeout"),
-    "tokens": (True, "text/event-stream", TOKEN, 0.0, "must have an end"),
+    "tokens": (True, "text/event-stream", TOKEN, 0.0, "does not end"),
 }
 
 
@@ -393,7 +395,7 @@ ALTERED = [
     ({"logprobs": {"token_logprobs": [-1.0]}}, "1 log-probs of 6 tokens"),
     ({"logprobs": None}, "0 log-probs of 6 tokens"),
     ({"logprobs": {"token_logprobs": [None] * 6}}, "form of its endpoint"),
-    ({"finish_reason": "abort"}, "must be complete(?s:.)*'abort'"),
+    ({"finish_reason": "abort"}, "is not complete(?s:.)*'abort'"),
     ({"token_ids": ["a"]}, "form of its endpoint"),
     ({"logprobs": {"token_logprobs": [0.5] * 6}}, "the largest 0.5"),
     ({"logprobs": {"token_logprobs": [-1.0] * 6, "tokens": ["token_id:0"] * 6}}, "of token 0 in the place of"),
@@ -616,9 +618,9 @@ def _dies(service, folder):
 
 
 PUSHES = {
-    "stale": (lambda service, folder: None, ValueError, "must have the same log-probs"),
+    "stale": (lambda service, folder: None, ValueError, "log-probs of the engine and the tree differ"),
     "torn": (_torn, CorruptCheckpointError, "model.safetensors"),
-    "dead": (_dies, RemoteError, "push: http.*/collective_rpc must answer"),
+    "dead": (_dies, RemoteError, "push: http.*/collective_rpc did not answer"),
 }
 
 
@@ -638,9 +640,9 @@ def test_faulty_pushes_to_a_server(pushing, fault):
         return
     other = connect(service)
     for call in (wrapper.generate_tokens, other.generate_tokens):
-        with pytest.raises(ConcurrencyError, match="must be proven(?s:.*)'2'(?s:.*)push again"):
+        with pytest.raises(ConcurrencyError, match="are not proven(?s:.*)'2'(?s:.*)push again"):
             call(PROMPTS, parse())
-    with pytest.raises(ConcurrencyError, match="must be proven"):
+    with pytest.raises(ConcurrencyError, match="are not proven"):
         wrapper.score_tokens(PROMPTS)
     service.reload = service.read_weights
     push()
@@ -654,7 +656,7 @@ def test_refused_pushes_to_a_server(pushing, serve, tmp_path):
         push(params.delete(("lm_head", "weight")))
     assert service.label == "first"
     service.resets = False
-    with pytest.raises(ConcurrencyError, match="must drop its prefix cache"):
+    with pytest.raises(ConcurrencyError, match="did not drop its prefix cache"):
         push()
     wrapper = connect(serve())
     lm, params, buffers = causal_lm(MODEL)
