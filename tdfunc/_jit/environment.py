@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tdfunc.core.errors import ConcurrencyError, UnsupportedError
+from tdfunc.core.errors import ConcurrencyError, UnsupportedError, brief
 
 _ATOMS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (tuple, list, dict, set, frozenset, deque, bytearray)
@@ -195,7 +195,7 @@ class Environment:
                     raise ConcurrencyError(
                         f"jit: {reader.name!r} was assigned while the function was recorded, and not by its code.",
                         expected="values of closures and globals that stay during the first call",
-                        got=f"{was!r}, then {value!r}"[:200],
+                        got=f"{brief(was)}, then {brief(value)}",
                         hint="call again; assign it in the thread that calls.",
                     )
         if changed:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from tdfunc.core.errors import LeakError, UnsupportedError
+from tdfunc.core.errors import LeakError, UnsupportedError, brief
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.modules.checkpoint import stand_in as checkpoint
@@ -252,7 +252,7 @@ def make_template(module: nn.Module) -> nn.Module:
         raise UnsupportedError(
             f"functional: the copy of {type(module).__name__} is not independent of it.",
             expected="a copy with the same parameters and buffers, none of them shared",
-            got=f"its own weights at {kept}" if kept else "other slots",
+            got=f"its own weights at {brief(kept)}" if kept else "other slots",
             hint="a __deepcopy__ must make a new module and pass its memo on to copy.deepcopy for every attribute.",
         )
     return template

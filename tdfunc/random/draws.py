@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.context import has_values, require_values
-from tdfunc.core.errors import UnsupportedError, as_count, error
+from tdfunc.core.errors import UnsupportedError, as_count, brief, error
 from tdfunc.core.shapes import int_or_ints
 from tdfunc.random import splitmix
 from tdfunc.random.splitmix import shift, signed
@@ -72,9 +72,9 @@ def key_of(given: KeyLike) -> Tensor:
     if isinstance(given, bool | Tensor) or not hasattr(given, "__index__"):
         raise error(
             TypeError,
-            "rng, or key, must be a random key, a seed or a torch.Generator.",
+            "rng, or key, is not a random key, a seed or a torch.Generator.",
             expected="one key: int64 of shape (2,)",
-            got=f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given),
+            got=f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else brief(given),
             hint="tdfunc.random.key(seed) makes a key; tdfunc.Ensemble gives each member its own of one key.",
         )
     return key(operator.index(given))
@@ -449,14 +449,16 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
     if not replace and number > count:
         raise error(
             ValueError,
-            "choice: without replacement at most all choices can be drawn.",
+            f"choice: {number} draws without replacement are more than the {count} choices.",
             expected=f"at most {count}",
             got=number,
             hint="replace=True.",
         )
     if p is not None:
         if p.shape != (count,):
-            raise error(ValueError, "choice: p must have a weight for each choice.", expected=count, got=list(p.shape))
+            raise error(
+                ValueError, "choice: p does not have a weight for each choice.", expected=count, got=list(p.shape)
+            )
         least = 1 if replace else number
         fits = (p >= 0).all() & p.isfinite().all() & ((p > 0).sum() >= least)
         what = "choice: p must be finite and at least 0, and above 0 for as many choices as are drawn."
@@ -493,14 +495,14 @@ def _check_key(key: Tensor, call: str) -> None:
             TypeError,
             f"{call}: the key is not a random key.",
             expected="a tensor from tdfunc.random.key",
-            got=repr(given)[:80],
+            got=brief(given),
             hint=f"tdfunc.random.key({given!r}) makes one of a seed." if isinstance(given, int) else None,
         )
     if key.dtype == torch.int64 and key.shape == (2,):
         return
     raise error(
         TypeError,
-        f"{call}: key must be one random key.",
+        f"{call}: the key is not one random key.",
         expected="int64 of shape (2,)",
         got=f"{str(key.dtype).removeprefix('torch.')} of shape {tuple(key.shape)}",
         hint="tdfunc.random.key(seed) makes one; torch.vmap maps a function of one key over many.",
@@ -524,7 +526,7 @@ def _check_fit(call: str, size: tuple[int, ...], *parameters: Tensor) -> None:
     if torch.broadcast_shapes(size, *shapes) != torch.Size(size):
         raise error(
             ValueError,
-            f"{call}: the parameters must broadcast to shape.",
+            f"{call}: the parameters do not broadcast to shape.",
             expected=f"a shape that ends in {list(torch.broadcast_shapes(*shapes))}",
             got=f"shape {list(size)}",
         )
@@ -536,7 +538,7 @@ def _as_number(number: int | Tensor, what: str) -> int | Tensor:
         return number.to(torch.int64)
     if not isinstance(number, Tensor) and hasattr(number, "__index__"):
         return operator.index(number)
-    raise error(TypeError, f"{what} must be an integer.", got=repr(number), hint="torch.tensor(step) is one.")
+    raise error(TypeError, f"{what} must be an integer.", got=brief(number), hint="torch.tensor(step) is one.")
 
 
 def _as_bound(number: int | Tensor, key: Tensor) -> Tensor:
@@ -556,7 +558,7 @@ def _size(shape: Shape) -> tuple[int, ...]:
     else:
         size = tuple(given)
     if any([n < 0 for n in size]):
-        raise error(ValueError, "shape: no dimension may be negative.", got=list(size))
+        raise error(ValueError, "shape: a dimension is negative.", got=list(size))
     return size
 
 
