@@ -472,13 +472,11 @@ def test_results_that_differ_are_named(name):
     if_second, if_later = iter([lambda t: t, change]), iter([lambda t: t, change])
     two = torch.stack([T, T])
     calls = {
-        "cond: the branches return unlike results": lambda: tdf.cond(
-            torch.ones((), device="meta"), lambda t: t, change, (T,)
-        ),
+        "cond: the branches": lambda: tdf.cond(torch.ones((), device="meta"), lambda t: t, change, (T,)),
         "while_loop: body_fn": lambda: tdf.while_loop(lambda t: True, lambda t: (change(t),), (T,)),
         "scan: combine_fn": lambda: tdf.scan(lambda c, row: (change(c), c), T, torch.ones(2)),
-        "map: all rows": lambda: tdf.map(lambda row: next(if_second)(row), two),
-        "scan: all steps": lambda: tdf.scan(lambda c, row: (c, next(if_later)(row)), T, two),
+        "map: the rows": lambda: tdf.map(lambda row: next(if_second)(row), two),
+        "scan: the steps": lambda: tdf.scan(lambda c, row: (c, next(if_later)(row)), T, two),
     }
 
     for what, call in calls.items():
