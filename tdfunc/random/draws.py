@@ -38,8 +38,10 @@ def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tens
         torch.Size([16, 3])
     """
     number = _as_number(seed, "key: seed")
-    place = number.device if isinstance(number, Tensor) and device is None else device
-    return splitmix.derive(torch.tensor([signed(splitmix.SEED), 1], device=place), _on(number, place), splitmix.SEED)
+    if device is None and isinstance(number, Tensor):
+        device = number.device
+    root = torch.tensor([signed(splitmix.SEED), 1], device=device)
+    return splitmix.derive(root, _on(number, device), splitmix.SEED)
 
 
 def key_of(given: KeyLike) -> Tensor:
@@ -234,13 +236,14 @@ def truncated_normal(
     _check_width("truncated_normal: upper must not be below lower", width, math.inf)
     # Probabilities are exact in the lower tail, so an interval above 0 is drawn from its mirror image.
     sign = 1 - 2 * (low > 0).to(torch.float64)
-    ends = torch.minimum(sign * low, sign * high), torch.maximum(sign * low, sign * high)
+    lowest = torch.minimum(sign * low, sign * high)
+    highest = torch.maximum(sign * low, sign * high)
     # torch.special.ndtr loses the tail, where erfc is exact.
-    start, stop = (torch.erfc(-x / math.sqrt(2.0)) / 2 for x in ends)
+    start, stop = (torch.erfc(-x / math.sqrt(2.0)) / 2 for x in (lowest, highest))
     unit = _open_unit(key, shape, torch.float64)
     drawn = torch.special.ndtri(start + unit * (stop - start))
     if is_tensor or upper < _TAIL or lower > -_TAIL:
-        drawn = torch.where(ends[1] < _TAIL, _tail(unit, *ends), drawn)
+        drawn = torch.where(highest < _TAIL, _tail(unit, lowest, highest), drawn)
     return torch.clamp(sign * drawn, low, high).to(dtype)
 
 
@@ -455,30 +458,36 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
             hint="replace=True.",
         )
     if p is not None:
-        if p.shape != (count,):
-            raise error(
-                ValueError, "choice: p does not have a weight for each choice.", expected=count, got=list(p.shape)
-            )
-        least = 1 if replace else number
-        fits = (p >= 0).all() & p.isfinite().all() & ((p > 0).sum() >= least)
-        what = "choice: p must be finite and at least 0, and above 0 for as many choices as are drawn."
-        require_values(fits, lambda: error(ValueError, what, expected=f"{least} or more above 0"))
-    if p is None:
-        if replace:
-            drawn = randint(key, size, 0, count)
-        else:
-            drawn = permutation(key, count)[:number].reshape(size)
+        _check_weights(p, count, 1 if replace else number)
+        drawn = _choose_weighted(key, p, size, replace)
     elif replace:
-        # A number of at most 1 - 2^-53 times the last sum stays below it, also when it is rounded.
-        sums = p.to(torch.float64).cumsum(0)
-        drawn = torch.searchsorted(sums, unit(key, size, torch.float64) * sums[-1], right=True)
+        drawn = randint(key, size, 0, count)
     else:
-        # As the noise: the logarithm of 16 bits has a few digits.
-        weights = p.to(torch.promote_types(p.dtype, torch.float32))
-        drawn = (gumbel(key, (count,)) + weights.log()).topk(number).indices.reshape(size)
+        drawn = permutation(key, count)[:number].reshape(size)
     if isinstance(a, int):
         return drawn
     return a[drawn]
+
+
+def _check_weights(p: Tensor, count: int, least: int) -> None:
+    """Raise unless there is a weight for each choice, and `least` of them are above 0."""
+    if p.shape != (count,):
+        raise error(ValueError, "choice: p does not have a weight for each choice.", expected=count, got=list(p.shape))
+    fits = (p >= 0).all() & p.isfinite().all() & ((p > 0).sum() >= least)
+    what = "choice: p must be finite and at least 0, and above 0 for as many choices as are drawn."
+    require_values(fits, lambda: error(ValueError, what, expected=f"{least} or more above 0"))
+
+
+def _choose_weighted(key: Tensor, p: Tensor, size: tuple[int, ...], replace: bool) -> Tensor:
+    """Return the numbers of choices that are drawn by their weights."""
+    if replace:
+        # A number of at most 1 - 2^-53 times the last sum stays below it, also when it is rounded.
+        sums = p.to(torch.float64).cumsum(0)
+        return torch.searchsorted(sums, unit(key, size, torch.float64) * sums[-1], right=True)
+    # As the noise: the logarithm of 16 bits has a few digits.
+    weights = p.to(torch.promote_types(p.dtype, torch.float32))
+    noisy = gumbel(key, (len(p),)) + weights.log()
+    return noisy.topk(math.prod(size)).indices.reshape(size)
 
 
 # -- words ----------------------------------------------------------------------------------------------------------
@@ -583,9 +592,11 @@ _PRECISION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfl
 def _integers(key: Tensor, shape: Shape, dtype: torch.dtype, count: int) -> Tensor:
     """Return uniform integers in [-2^(count-1), 2^(count-1)) as floats that hold them exactly."""
     size = _size(shape)
-    return (_words(key, size) >> (64 - count) if count > 32 else splitmix.half_words(key, size) >> (32 - count)).to(
-        dtype
-    )
+    if count > 32:
+        integers = _words(key, size) >> (64 - count)
+    else:
+        integers = splitmix.half_words(key, size) >> (32 - count)
+    return integers.to(dtype)
 
 
 def _floating(dtype: torch.dtype | None, call: str) -> torch.dtype:
