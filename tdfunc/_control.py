@@ -318,15 +318,7 @@ def _check_alike(rule: str, a: Any, b: Any, path: str = "") -> None:
     elif type(a) is not type(b):
         raise TreeStructureError(at, expected=type(a).__name__, got=type(b).__name__)
     elif isinstance(a, TensorCollection):
-        # The leaves of a tree come in sorted order.
-        _check_same_keys(at, sorted(a._data), sorted(b._data))
-        for key, value in a._data.items():
-            _check_alike(rule, value, b._data[key], _below(path, key))
-        if a._ties != b._ties:
-            raise TreeStructureError(at, expected=f"ties {brief(a._ties)}", got=f"ties {brief(b._ties)}")
-        if a._batch_size != b._batch_size:
-            sizes = [f"batch size {list(tree._batch_size)}" for tree in (a, b)]
-            raise BatchSizeError(at, expected=sizes[0], got=sizes[1])
+        _check_alike_trees(rule, at, a, b, path)
     elif isinstance(a, dict):
         # The values of a dict come in its order.
         _check_same_keys(at, list(a), list(b))
@@ -339,6 +331,19 @@ def _check_alike(rule: str, a: Any, b: Any, path: str = "") -> None:
             _check_alike(rule, a[i], b[i], _below(path, i))
     elif a is not b and a != b:
         raise TreeStructureError(at, expected=brief(a), got=brief(b))
+
+
+# Any: trees of one class.
+def _check_alike_trees(rule: str, at: str, a: Any, b: Any, path: str) -> None:
+    # The leaves of a tree come in sorted order.
+    _check_same_keys(at, sorted(a._data), sorted(b._data))
+    for key, value in a._data.items():
+        _check_alike(rule, value, b._data[key], _below(path, key))
+    if a._ties != b._ties:
+        raise TreeStructureError(at, expected=f"ties {brief(a._ties)}", got=f"ties {brief(b._ties)}")
+    if a._batch_size != b._batch_size:
+        sizes = [f"batch size {list(tree._batch_size)}" for tree in (a, b)]
+        raise BatchSizeError(at, expected=sizes[0], got=sizes[1])
 
 
 def _check_same_keys(at: str, mine: list[Any], theirs: list[Any]) -> None:

@@ -72,6 +72,7 @@ class Match:
 
     def _pair(self, module: nn.Module, tree: Any, at: Path, strict: bool) -> None:
         """Collect the pairs of a module and its node, and the slots and leaves without a partner."""
+        # One function for speed: a large model has hundreds of modules.
         module = unwrap(module, "to_module")
         self._seen[module] = None
         if tree is not None and not isinstance(tree, TensorCollection):

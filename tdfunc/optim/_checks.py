@@ -114,13 +114,8 @@ def list_matching(
     check_keys(name, what, params, other)
     values = list_leaves(other)
     if values and type(values[0]) is Parameter and type(leaves[0]) is not Parameter:
-        raise error(
-            TypeError,
-            f"{name}.update: the {what} is made of Parameters, and params are not.",
-            expected="update(params, grads, state)",
-            got=f"a Parameter as {what} of {path_of(params, 0)!r}",
-            hint="put the arguments in this order.",
-        )
+        raise _order_error(name, what, params)
+    # No function for each leaf, for speed: every update compares all leaves.
     for i, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
         shape = leaf.shape if shapes is None else shapes[i]
         kind = leaf.layout if layout is None else layout
@@ -130,8 +125,10 @@ def list_matching(
         if value.shape == shape and value.dtype == dtype and value.layout is kind:
             continue
         hint = None
-        if value.layout is not kind:
-            hint = "grads.apply(lambda g: g.to_dense())" if layout is None else "adam takes dense gradients."
+        if value.layout is not kind and layout is None:
+            hint = "grads.apply(lambda g: g.to_dense())"
+        elif value.layout is not kind:
+            hint = "adam takes dense gradients."
         raise LeafMismatchError(
             f"{name}.update: the {what} of {path_of(params, i)!r} does not fit its parameter.",
             expected=f"shape {list(shape)}, {dtype}, {kind}",
@@ -139,6 +136,17 @@ def list_matching(
             hint=hint,
         )
     return values
+
+
+def _order_error(name: str, what: str, params: TensorCollection) -> TypeError:
+    """Return the error for parameters in the place of gradients."""
+    return error(
+        TypeError,
+        f"{name}.update: the {what} is made of Parameters, and params are not.",
+        expected="update(params, grads, state)",
+        got=f"a Parameter as {what} of {path_of(params, 0)!r}",
+        hint="put the arguments in this order.",
+    )
 
 
 def check_state(name: str, state: Any, wanted: set[str]) -> None:
@@ -180,11 +188,17 @@ def check_members(
     """Raise unless a tensor of one value per member fits the batch size and the leading dimensions of all leaves."""
     size = params._batch_size
     if value.shape != size and (size or only_batch or value.dim() > 1):
+        expected = "a number or shape [members]"
+        hint = None
+        if size:
+            expected = f"shape {list(size)}, the batch size of params"
+        elif only_batch:
+            hint = "params.with_batch_size([members]), if the leaves are stacked."
         raise BatchSizeError(
             f"{name}: {what} does not have one value for each member.",
-            expected=f"shape {list(size)}, the batch size of params" if size else "a number or shape [members]",
+            expected=expected,
             got=f"shape {list(value.shape)}",
-            hint="params.with_batch_size([members]), if the leaves are stacked." if only_batch and not size else None,
+            hint=hint,
         )
     for i, leaf in enumerate(leaves):
         if leaf.shape[: value.dim()] != value.shape:
@@ -230,12 +244,10 @@ def check_hyper(rule: str, name: str, value: Any, low: float, high: float = math
     else:
         fits = low <= value < high
     if not fits:
-        raise error(
-            ValueError,
-            f"{rule}: {name} is out of range.",
-            expected=f"{low} <= {name}" + (f" < {high}" if high < math.inf else ", finite"),
-            got=value,
-        )
+        bound = ", finite"
+        if high < math.inf:
+            bound = f" < {high}"
+        raise error(ValueError, f"{rule}: {name} is out of range.", expected=f"{low} <= {name}{bound}", got=value)
     return value
 
 
