@@ -238,7 +238,7 @@ def truncated_normal(
     sign = 1 - 2 * (low > 0).to(torch.float64)
     lowest = torch.minimum(sign * low, sign * high)
     highest = torch.maximum(sign * low, sign * high)
-    # torch.special.ndtr loses the tail, where erfc is exact.
+    # torch.special.ndtr of torch 2.13 is 0 in the tail, where erfc is exact.
     start, stop = (torch.erfc(-x / math.sqrt(2.0)) / 2 for x in (lowest, highest))
     unit = _open_unit(key, shape, torch.float64)
     drawn = torch.special.ndtri(start + unit * (stop - start))

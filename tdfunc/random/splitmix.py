@@ -106,7 +106,7 @@ def half_words(key: Tensor, size: tuple[int, ...]) -> Tensor:
         keys (*B, 2) give (*B, *size), int32.
     """
     count = math.prod(size)
-    # torch cannot view zero words as another dtype.
+    # numpy's arrays of zero words have strides of which torch 2.13 takes no view of another dtype.
     drawn = words(key, max(1, (count + 1) // 2))
     halves = drawn.view(torch.int32)[..., :count]
     return halves.reshape((*key.shape[:-1], *size))
