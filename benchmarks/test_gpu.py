@@ -22,7 +22,7 @@ def test_rows_of_a_gpu_run_on_the_cpu(capsys, monkeypatch):
     assert len(lines) == 2 + 10 + 6 * 4 + 1
     assert len(failed) == 1
     assert "cudagraphs" in failed[0]
-    assert "must be on the device of the graph" in failed[0]
+    assert "is not on the device of the graph" in failed[0]
 
 
 def test_ways_that_fail_or_come_late_are_rows():

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from tdfunc._jit.tracing import Recorder
 from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.context import in_functorch, is_known, is_recording, is_tracing
-from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, brief, error
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.pytree import Context, _follow, flatten, rebuilt_size, unflatten
 from tdfunc.core.ties import Graft
@@ -69,7 +69,7 @@ def cond(pred: Any, true_fn: Fn, false_fn: Fn, operands: Sequence[Any] = ()) -> 
         return false_fn(*operands)
     yes = true_fn(*operands)
     no = false_fn(*operands)
-    _check_alike("cond: both branches must return one structure", yes, no)
+    _check_alike("cond: the branches return unlike results", yes, no)
     flag = pred.reshape(()).to(torch.bool)
     leaves, spec = torch_pytree.tree_flatten(yes)
     pairs = zip(leaves, torch_pytree.tree_leaves(no), strict=True)
@@ -161,7 +161,7 @@ def map(fn: Fn, xs: Any, *args: Any) -> Any:
     for i in range(length):
         row = torch_pytree.tree_unflatten([leaf[i] for leaf in leaves], spec)
         results.append(fn(row, *args))
-    return _stack_rows("map: all rows must give one structure", results, 0)
+    return _stack_rows("map: the rows give unlike results", results, 0)
 
 
 def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = False) -> tuple[Any, Any]:
@@ -209,7 +209,7 @@ def scan(combine_fn: Fn, init: Any, xs: Any, *, dim: int = 0, reverse: bool = Fa
         outs.append(out)
     if reverse:
         outs.reverse()
-    return carry, _stack_rows("scan: all steps must give one structure", outs, dim)
+    return carry, _stack_rows("scan: the steps give unlike results", outs, dim)
 
 
 # -- eager ------------------------------------------------------------------------------------------------------
@@ -241,13 +241,15 @@ def _unknown_steps(where: str) -> UnsupportedError:
 
 def _next_carry(body_fn: Fn, values: tuple[Any, ...]) -> tuple[Any, ...]:
     out = tuple(body_fn(*values))
-    _check_alike("while_loop: body_fn must return a tuple of the structure that it is given", values, out)
+    _check_alike("while_loop: body_fn does not return a tuple like the one that it is given", values, out)
     return out
 
 
 def _next_step(combine_fn: Fn, carry: Any, row: Any) -> tuple[Any, Any]:
     new, out = combine_fn(carry, row)
-    _check_alike("scan: combine_fn must return (carry, result), with a carry of the same structure", carry, new)
+    _check_alike(
+        "scan: combine_fn does not return (carry, result) with a carry like the one that it is given", carry, new
+    )
     return new, out
 
 
@@ -278,7 +280,7 @@ def _place(leaf: Tensor, dim: int) -> int:
 def _check_operands(call: str, operands: Any) -> None:
     if not isinstance(operands, (tuple, list)):
         raise UnsupportedError(
-            f"{call}: the operands must be in a tuple or list.",
+            f"{call}: the operands are not in a tuple or list.",
             expected="a tuple or list",
             got=type(operands).__name__,
             hint="put a single tree into a tuple: (tree,).",
@@ -289,17 +291,17 @@ def _check_rows(call: str, leaves: Sequence[Any], dim: int) -> int:
     if not leaves or not all([isinstance(leaf, Tensor) and leaf.dim() > dim >= 0 for leaf in leaves]):
         raise error(
             ValueError,
-            f"{call}: every leaf of xs must have rows along dim, counted from the front.",
+            f"{call}: xs has no leaf, or one without rows along dim, counted from the front.",
             expected=f"tensors with dimension {dim}",
-            got=[list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves],
+            got=brief([list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]),
         )
     lengths = [leaf.shape[dim] for leaf in leaves]
     if lengths[0] == 0 or any([length != lengths[0] for length in lengths]):
         raise error(
             ValueError,
-            f"{call}: all leaves of xs must have the same number of rows.",
+            f"{call}: the leaves of xs have different numbers of rows, or none.",
             expected="one length above 0",
-            got=lengths,
+            got=brief(lengths),
             hint="let the function capture data that every row shares.",
         )
     return lengths[0]
@@ -316,15 +318,7 @@ def _check_alike(rule: str, a: Any, b: Any, path: str = "") -> None:
     elif type(a) is not type(b):
         raise TreeStructureError(at, expected=type(a).__name__, got=type(b).__name__)
     elif isinstance(a, TensorCollection):
-        # The leaves of a tree come in sorted order.
-        _check_same_keys(at, sorted(a._data), sorted(b._data))
-        for key, value in a._data.items():
-            _check_alike(rule, value, b._data[key], _below(path, key))
-        if a._ties != b._ties:
-            raise TreeStructureError(at, expected=f"ties {a._ties}", got=f"ties {b._ties}")
-        if a._batch_size != b._batch_size:
-            sizes = [f"batch size {list(tree._batch_size)}" for tree in (a, b)]
-            raise BatchSizeError(at, expected=sizes[0], got=sizes[1])
+        _check_alike_trees(rule, at, a, b, path)
     elif isinstance(a, dict):
         # The values of a dict come in its order.
         _check_same_keys(at, list(a), list(b))
@@ -336,12 +330,25 @@ def _check_alike(rule: str, a: Any, b: Any, path: str = "") -> None:
         for i in range(len(a)):
             _check_alike(rule, a[i], b[i], _below(path, i))
     elif a is not b and a != b:
-        raise TreeStructureError(at, expected=f"{a!r}", got=f"{b!r}")
+        raise TreeStructureError(at, expected=brief(a), got=brief(b))
+
+
+# Any: trees of one class.
+def _check_alike_trees(rule: str, at: str, a: Any, b: Any, path: str) -> None:
+    # The leaves of a tree come in sorted order.
+    _check_same_keys(at, sorted(a._data), sorted(b._data))
+    for key, value in a._data.items():
+        _check_alike(rule, value, b._data[key], _below(path, key))
+    if a._ties != b._ties:
+        raise TreeStructureError(at, expected=f"ties {brief(a._ties)}", got=f"ties {brief(b._ties)}")
+    if a._batch_size != b._batch_size:
+        sizes = [f"batch size {list(tree._batch_size)}" for tree in (a, b)]
+        raise BatchSizeError(at, expected=sizes[0], got=sizes[1])
 
 
 def _check_same_keys(at: str, mine: list[Any], theirs: list[Any]) -> None:
     if mine != theirs:
-        raise TreeStructureError(at, expected=f"keys {mine}", got=f"keys {theirs}")
+        raise TreeStructureError(at, expected=f"keys {brief(mine)}", got=f"keys {brief(theirs)}")
 
 
 def _below(path: str, key: object) -> str:
@@ -390,7 +397,7 @@ def _captured_scan(combine_fn: Fn, init: Any, leaves: list[Tensor], spec: Any, d
     def step(given: list[Tensor], row: list[Tensor]) -> Any:
         old = refill(given) if start else carry
         new, out = _next_step(combine_fn, old, torch_pytree.tree_unflatten(row, spec))
-        _check_alike("scan: all steps must give one structure", made, out)
+        _check_alike("scan: the steps give unlike results", made, out)
         kept = [given[0]]
         if start:
             kept, _ = _split(new)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError, error
+from tdfunc.core.errors import LeafMismatchError, brief, error
 from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
 from tdfunc.core.types import Kind, Path
 from tdfunc.core.walk import replace
@@ -88,14 +88,17 @@ def value_and_grad(
         filters = tuple(wrt)
     if len(filters) != len(places):
         raise error(
-            ValueError, "grad: wrt must have a filter for each of argnums.", expected=len(places), got=len(filters)
+            ValueError,
+            f"grad: wrt has {len(filters)} filters for {len(places)} arguments.",
+            expected="a filter for each of argnums",
+            got=f"{len(filters)} filters",
         )
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
         distinct = {place % max(len(args), 1) for place in places}
         if len(distinct) < len(places):
-            raise error(ValueError, "grad: argnums must name different arguments.", got=argnums)
+            raise error(ValueError, "grad: argnums names an argument twice.", got=brief(argnums))
         trees = [_tree(args, place) for place in places]
         choices = [_choose(tree, where) for tree, where in zip(trees, filters, strict=True)]
         aux = _Aux()
@@ -152,7 +155,7 @@ def _check_pair(out: Any) -> None:
         return
     raise error(
         TypeError,
-        "grad: with has_aux=True the function must return a pair.",
+        "grad: the function returned no pair, which has_aux=True reads.",
         expected="(value, anything)",
         got=f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__,
         hint="return value, (a, b): more than one thing is a tuple in second place.",
@@ -162,7 +165,7 @@ def _check_pair(out: Any) -> None:
 def _check_value(value: Any) -> Any:
     """Return the value of a function; torch.func reports the other mistakes in it."""
     if isinstance(value, Tensor) and not _has_gradient(value):
-        raise error(TypeError, "grad: the function must return a floating-point number.", got=value.dtype)
+        raise error(TypeError, "grad: the function did not return a floating-point number.", got=value.dtype)
     return value
 
 
@@ -178,7 +181,7 @@ def _tree(args: tuple[Any, ...], place: int) -> TensorCollection:
         got = type(given).__name__
     raise error(
         TypeError,
-        f"grad: positional argument {place} must be a tree.",
+        f"grad: positional argument {place} is not a tree.",
         got=got,
         hint="argnums= gives the positions of the trees; torch.func.grad takes tensors and dicts.",
     )

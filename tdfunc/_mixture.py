@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tdfunc.core.context import has_values, require_values
-from tdfunc.core.errors import LeafMismatchError, error, explain
+from tdfunc.core.errors import LeafMismatchError, brief, error, explain
 
 # Any: numbers of any dtype, in sequences of sequences.
 Numbers: TypeAlias = Tensor | NDArray[Any] | Sequence[Any]
@@ -44,7 +44,7 @@ def predicted(call: str, y: Any, t: Any, weights: Any) -> tuple[Tensor, Tensor]:
         return log_mixture(log_q, member_weights(y, weights)), t
     if weights is not None:
         raise LeafMismatchError(
-            f"{call}: weights need members.",
+            f"{call}: there are weights, and no members to weigh.",
             expected=f"logits of shape (E, *{list(t.shape)}, C)",
             got=f"shape {list(y.shape)}",
         )
@@ -57,19 +57,21 @@ def check_labels(call: str, y: Tensor, t: Tensor, shape: torch.Size) -> Tensor:
     if not y.is_floating_point() or t.shape != shape or not is_integer:
         dtype = str(t.dtype).removeprefix("torch.")
         raise LeafMismatchError(
-            f"{call}: the labels must fit the outputs.",
+            f"{call}: the labels do not fit the outputs.",
             expected=f"integers of shape {list(shape)}, for {list(y.shape)}",
             got=f"{dtype} of shape {list(t.shape)}, for {y.dtype}",
         )
     if not t.numel():
-        raise error(ValueError, f"{call}: there must be labels.", got=f"shape {list(t.shape)}")
+        raise error(ValueError, f"{call}: there are no labels.", got=f"shape {list(t.shape)}")
     # Narrow integers cannot be compared with the number of classes.
     t = t.long()
     classes = y.shape[-1]
 
     def failure() -> ValueError:
         got = f"{int(t.min())} to {int(t.max())}" if has_values() else None
-        return error(ValueError, f"{call}: labels must name classes.", expected=f"0 <= t < {classes}", got=got)
+        return error(
+            ValueError, f"{call}: a label is not the number of a class.", expected=f"0 <= t < {classes}", got=got
+        )
 
     require_values((t >= 0) & (t < classes), failure)
     return t
@@ -128,7 +130,7 @@ def _check_weights(w: Tensor, members: int) -> None:
     """Raise unless there is a weight for each member; and, where values can be read, unless they have a sum."""
     if w.shape != (members,):
         raise LeafMismatchError(
-            "weights: there must be one for each member.",
+            "weights: there is not one for each member.",
             expected=f"shape [{members}]",
             got=f"shape {list(w.shape)}",
         )
@@ -137,7 +139,12 @@ def _check_weights(w: Tensor, members: int) -> None:
     own = w.detach()
     are_valid = bool((own.isfinite() & (own >= 0)).all())
     if not are_valid or not bool((own > 0).any()):
-        raise error(ValueError, "weights: must be in range.", expected="finite, >= 0, and not all 0", got=own.tolist())
+        raise error(
+            ValueError,
+            "weights: they are out of range.",
+            expected="finite, >= 0, and not all 0",
+            got=brief(own.tolist()),
+        )
 
 
 def log_mixture(log_q: Tensor, w: Tensor) -> Tensor:
@@ -155,7 +162,7 @@ def log_mixture(log_q: Tensor, w: Tensor) -> Tensor:
 def check_outputs(call: str, y: Tensor, dims: int) -> None:
     if not y.is_floating_point() or y.dim() < dims or y.shape[0] == 0:
         raise LeafMismatchError(
-            f"{call}: y must be the outputs of members.",
+            f"{call}: y is not the outputs of members.",
             expected=f"a floating-point tensor of {dims} or more dimensions, not empty in the first",
             got=f"shape {list(y.shape)}, {y.dtype}",
             hint="give raw outputs of shape (members, batch, classes), as Ensemble returns them.",

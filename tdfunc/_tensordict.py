@@ -138,7 +138,7 @@ class TensorDict(TreeMethods, FromMethods):
 def _mapping(source: Any, entries: dict[str, Any]) -> Mapping[Any, Any]:
     source = {} if source is None else source
     if not isinstance(source, Mapping):
-        raise error(TypeError, "TensorDict: the source must be a mapping or a tree.", got=type(source).__name__)
+        raise error(TypeError, "TensorDict: the source is not a mapping or a tree.", got=type(source).__name__)
     return {**source, **entries}
 
 

@@ -16,7 +16,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import has_values
-from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, as_count, check_least, error
+from tdfunc.core.errors import (
+    BatchSizeError,
+    LeafMismatchError,
+    TreeStructureError,
+    as_count,
+    brief,
+    check_least,
+    error,
+)
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.core.walk import list_leaves, list_paths, rebuild, replace
@@ -186,7 +194,7 @@ class SWAG:
                 ValueError,
                 "SWAG.sample: the state has fewer than two models.",
                 expected="count >= 2",
-                got=count.tolist(),
+                got=brief(count.tolist()),
             )
         key = key_of(key)
         size = mean._batch_size
@@ -283,7 +291,7 @@ class Snapshots:
             raise error(
                 ValueError,
                 "Snapshots.stack: the members have collected no models, or different numbers of them.",
-                got=counts.tolist(),
+                got=brief(counts.tolist()),
                 hint="state[i] is the state of member i.",
             )
         dims = len(state._batch_size)
@@ -465,7 +473,7 @@ def _parts(call: str, state: Any, names: set[str]) -> dict[str, Any]:
         got = type(state).__name__
     raise TreeStructureError(
         f"{call}: the state is not of this class.",
-        expected=f"a tree with the entries {sorted(expected)}",
+        expected=f"a tree with the entries {brief(sorted(expected))}",
         got=got,
         hint="state = init(params); the order is update(params, state).",
     )
@@ -538,7 +546,7 @@ def _advance(call: str, state: T, new: dict[str, Any], active: Tensor | bool) ->
     chosen = torch.as_tensor(active, device=new["count"].device)
     if chosen.shape not in ((), size):
         raise BatchSizeError(
-            f"{call}: active must be one bool, or have the batch size of params.",
+            f"{call}: active is not one bool, and does not have the batch size of params.",
             expected=f"shape [] or {list(size)}",
             got=f"shape {list(chosen.shape)}",
         )

@@ -22,7 +22,7 @@ from tdfunc._mixture import (
     warn_probabilities,
     widen,
 )
-from tdfunc.core.errors import LeafMismatchError, check_choice, error
+from tdfunc.core.errors import LeafMismatchError, brief, check_choice, error
 
 __all__ = [
     "conformal_scores",
@@ -163,7 +163,7 @@ def conformal_threshold(scores: Numbers, alpha: float) -> Tensor:
     # Any: a number of a configuration may be a text.
     given: Any = alpha
     if isinstance(given, str) or given is None:
-        raise error(TypeError, "conformal_threshold: alpha is not a number.", got=repr(given)[:80])
+        raise error(TypeError, "conformal_threshold: alpha is not a number.", got=brief(given))
     alpha = float(given)
     if not 0.0 < alpha < 1.0:
         raise error(ValueError, "conformal_threshold: alpha must be between 0 and 1.", got=alpha)
@@ -225,7 +225,7 @@ def regression_scores(y: Numbers, t: Numbers, *, scale: Numbers | None = None) -
         fits = fits and scale.shape in (y.shape, t.shape)
     if not fits:
         raise LeafMismatchError(
-            "regression_scores: there must be a true value, and a scale, for each prediction.",
+            "regression_scores: the true values, or the scales, do not fit the predictions.",
             expected=f"values of shape {list(y.shape[-1:])}, for {list(y.shape)}",
             got=got,
         )

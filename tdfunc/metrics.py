@@ -107,7 +107,7 @@ def uncertainty(
     check_outputs("uncertainty", y, _KINDS[kind])
     if kind == "gaussian" and y.shape[-1] != 2:
         raise LeafMismatchError(
-            "uncertainty: gaussian outputs are pairs of mean and log-variance.",
+            "uncertainty: the outputs are not pairs of mean and log-variance.",
             expected="shape (E, ..., 2)",
             got=list(y.shape),
         )
@@ -437,7 +437,7 @@ def _pairs(call: str, score: Numbers, other: Numbers, *, bools: bool) -> tuple[T
     fits = any(score.shape[-1:]) and other.shape in (score.shape, score.shape[-1:])
     if not fits or (bools and other.is_floating_point()):
         raise LeafMismatchError(
-            f"{call}: both arguments must have an entry for each example.",
+            f"{call}: an argument does not have an entry for each example.",
             expected=f"numbers of shape (*E, N), and {'bools' if bools else 'numbers'} of shape (N) or (*E, N)",
             got=f"shape {list(score.shape)}, and {other.dtype} of shape {list(other.shape)}",
         )

@@ -149,7 +149,7 @@ class _Ensemble(BaseEstimator):
         found = self.ensemble_(self.params_, rows.x[:1], buffers=self.buffers_).shape
         if found != (self.n_estimators, 1, outputs):
             raise LeafMismatchError(
-                "make: the network must have the outputs that it is made for.",
+                "make: the network does not have the outputs that it is made for.",
                 expected=f"[N, {outputs}]",
                 got=f"{list(found[1:])} for one example",
             )
@@ -165,14 +165,14 @@ class _Ensemble(BaseEstimator):
         if self.validation_fraction <= 0 or held >= count:
             raise error(
                 ValueError,
-                "early_stopping: both parts must have an example; set validation_fraction, or leave it out.",
+                "early_stopping: one of the two parts has no example; set validation_fraction, or leave it out.",
                 got=f"n_samples = {count}, validation_fraction = {self.validation_fraction}",
             )
         order = random.permutation(key, count)
         train = rows.take(order[held:])
         test = rows.take(order[:held])
         if not (train.w.any() and test.w.any()):
-            raise error(ValueError, "early_stopping: both parts must have an example with a weight above 0.")
+            raise error(ValueError, "early_stopping: one of the two parts has no weight above 0.")
         return train, test
 
     def _run(self, apply: Apply, rows: _Rows, held: _Rows | None, losses: Losses, key: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Size, Tensor
 
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import BatchSizeError, error
+from tdfunc.core.errors import BatchSizeError, brief, error
 from tdfunc.core.keys import by_head, missing, unravel
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.types import NestedKey
@@ -172,10 +172,10 @@ class Composite:
                 self._specs[key] = Composite(spec, self.shape, device)
         for key, spec in self._specs.items():
             if not isinstance(spec, (Unbounded, NonTensor, Composite)):
-                raise error(TypeError, f"Composite: {key!r} must be a spec.", got=repr(spec))
+                raise error(TypeError, f"Composite: {key!r} is not a spec.", got=brief(spec))
             if spec.shape[: len(self.shape)] != self.shape:
                 raise BatchSizeError(
-                    f"Composite: the spec of {key!r} must start with the batch size.",
+                    f"Composite: the spec of {key!r} does not start with the batch size.",
                     expected=str(list(self.shape)),
                     got=str(list(spec.shape)),
                 )

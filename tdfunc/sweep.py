@@ -19,7 +19,16 @@ from torch import Tensor
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.context import has_values
-from tdfunc.core.errors import BatchSizeError, WorkerError, as_count, check_choice, check_finite, check_least, error
+from tdfunc.core.errors import (
+    BatchSizeError,
+    WorkerError,
+    as_count,
+    brief,
+    check_choice,
+    check_finite,
+    check_least,
+    error,
+)
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.distributed.messages import classes_of
@@ -299,7 +308,7 @@ def elites(tree: T, scores: Tensor, members: int, *, mode: Mode = "min") -> T:
     if scores.dim() != 1 or tree._batch_size[:1] != scores.shape:
         size = ", ".join(map(str, [*scores.shape, "..."]))
         raise BatchSizeError(
-            "sweep: the tree must have a member for each score.",
+            "sweep: the tree does not have a member for each score.",
             expected=f"batch size [{size}], for scores of one dimension",
             got=f"batch size {list(tree._batch_size)}, scores of shape {list(scores.shape)}",
             hint="tree.with_batch_size([E]), if its leaves are stacked.",
@@ -307,9 +316,9 @@ def elites(tree: T, scores: Tensor, members: int, *, mode: Mode = "min") -> T:
     total = scores.shape[0]
     members = as_count("sweep: members", members)
     if members > total:
-        raise error(ValueError, "sweep: members must be in range.", expected=f"1 to {total}", got=members)
+        raise error(ValueError, "sweep: members is out of range.", expected=f"1 to {total}", got=members)
     if has_values() and not scores.is_meta and bool(scores.isnan().all()):
-        raise error(ValueError, "sweep: one of the scores must be a number.", got=f"{total} times nan")
+        raise error(ValueError, "sweep: none of the scores is a number.", got=f"{total} times nan")
     chosen: Any = rank(scores, mode=mode)[:members]
     return tree[chosen]  # pyright: ignore[reportIndexIssue]
 
@@ -404,7 +413,7 @@ class _Blocks(NamedTuple):
         if found != own or rung > self.rungs:
             raise error(
                 ValueError,
-                f"train_blocks: {self.folder} must be new, or have the checkpoints of the same run, block and rungs.",
+                f"train_blocks: {self.folder} has checkpoints of another run or block, or of more rungs.",
                 expected=f"members from {first} that began as {own}, {self.rungs} rungs at most",
                 got=f"{found}, {rung} rungs",
                 hint="another folder=.",
@@ -451,9 +460,9 @@ class _Blocks(NamedTuple):
                 half = (size + 1) // 2
                 self._step(run[:half], rung, first)
                 self._step(run[half:], rung, first + half)
-                what = f"train_blocks: members {first} to {first + size - 1} must train together."
+                what = f"train_blocks: members {first} to {first + size - 1} cannot be trained together."
             else:
-                what = f"train_blocks: member {first} must train: {_values_of_member(run)}."
+                what = f"train_blocks: member {first} cannot be trained: {_values_of_member(run)}."
             raise WorkerError(
                 what, expected=f"the run and scores of rung {rung}", got=f"{type(err).__name__}: {err}"
             ) from err
@@ -602,8 +611,8 @@ def _numbers(call: str, name: str, values: Any) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as err:
         raise error(
             TypeError,
-            f"{call}: the values of {name!r} must be numbers, as members are rows of tensors.",
-            got=repr(values),
+            f"{call}: the values of {name!r} are not numbers, and members are rows of tensors.",
+            got=brief(values),
             hint="run one sweep for each of these values.",
         ) from err
 
@@ -611,7 +620,7 @@ def _numbers(call: str, name: str, values: Any) -> Tensor:
 def _check_members(call: str, name: str, given: Tensor, shape: torch.Size) -> None:
     if given.shape != shape:
         raise BatchSizeError(
-            f"{call}: {name} must have an entry for each member.",
+            f"{call}: {name} does not have an entry for each member.",
             expected=f"shape {list(shape)}",
             got=f"shape {list(given.shape)}",
         )

@@ -314,7 +314,7 @@ def test_a_plateau_has_one_of_two_modes(mode):
 )
 def test_a_chain_ends_with_its_one_optimizer(members):
     """Found where the chain is made."""
-    with pytest.raises(TypeError, match="maps of gradients, then one optimizer"):
+    with pytest.raises(TypeError, match="maps of gradients and then one optimizer"):
         optim.chain(*members)
 
 

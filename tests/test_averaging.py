@@ -282,7 +282,7 @@ MESSAGES = [
      "SWAG.sample: the state is of another rank.*3.*2"),
     (lambda: averaging.SWAG(2).sample(averaging.SWAG(2).init(STACK), 2, key=0), ValueError,
      r"fewer than two models.*\[0, 0\]"),
-    *[(lambda rule=rule: rule.init(tdf.lazy_stack([STACK, STACK])), tdf.UnsupportedError, "init: members must be")
+    *[(lambda rule=rule: rule.init(tdf.lazy_stack([STACK, STACK])), tdf.UnsupportedError, "init: the members are not")
       for rule in RULES.values()],
     (lambda: SNAPSHOTS.stack(SNAPSHOTS.init(STACK)), ValueError, r"no models, or different numbers.*\[0, 0\]"),
     (lambda: SNAPSHOTS.update(STACK[0], SNAPSHOTS.init(STACK)), tdf.BatchSizeError,
@@ -294,7 +294,7 @@ MESSAGES = [
     (
         lambda: SNAPSHOTS.update(STACK, SNAPSHOTS.init(STACK), active=torch.ones(3).bool()),
         tdf.BatchSizeError,
-        r"active must be one bool.*\[2\].*\[3\]",
+        r"active is not one bool.*\[2\].*\[3\]",
     ),
 ]  # fmt: skip
 

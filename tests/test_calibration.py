@@ -267,7 +267,7 @@ MESSAGES = [
     (lambda: cal.conformal_scores(torch.zeros(3, 2), torch.zeros(2).long()), tdf.LeafMismatchError, r"\[3\].*\[2\]"),
     (lambda: metrics.auroc(torch.zeros(3), torch.ones(2).bool()), tdf.LeafMismatchError, r"auroc.*\[3\].*\[2\]"),
     (lambda: metrics.adaptive_ece(torch.zeros(3, 2), torch.full((3,), 9)), ValueError,
-     "labels must name classes.*0 <= t < 2"),
+     "a label is not the number of a class.*0 <= t < 2"),
     (lambda: metrics.aurc(0.5, 1.0), tdf.LeafMismatchError, r"risk_coverage.*\[\].*\[\]"),
     (lambda: metrics.aurc(torch.zeros(2, 0), torch.ones(0)), tdf.LeafMismatchError, r"risk_coverage.*\[2, 0\].*\[0\]"),
     (lambda: metrics.auroc(torch.zeros(3), torch.ones(3)), tdf.LeafMismatchError, "auroc.*bools.*float32"),
@@ -276,7 +276,7 @@ MESSAGES = [
     (lambda: cal.regression_scores(torch.zeros(2, 3), torch.zeros(2)), tdf.LeafMismatchError,
      r"regression_scores.*\[3\], for \[2, 3\].*\[2\]"),
     (lambda: cal.ensemble_logits(torch.zeros(3).long()), tdf.LeafMismatchError, "ensemble_logits.*int64"),
-    (lambda: cal.fit_temperature(torch.zeros(0, 2), torch.zeros(0).long()), ValueError, "there must be labels"),
+    (lambda: cal.fit_temperature(torch.zeros(0, 2), torch.zeros(0).long()), ValueError, "there are no labels"),
     (lambda: cal.conformal_threshold(torch.zeros(3), 1.0), ValueError, "alpha must be between 0 and 1.*1.0"),
     (lambda: cal.conformal_sets(torch.zeros(3, 2), 0.5, method="x"), ValueError, "must be one of .lac., .aps..*.x."),
 ]  # fmt: skip

@@ -472,11 +472,11 @@ def test_results_that_differ_are_named(name):
     if_second, if_later = iter([lambda t: t, change]), iter([lambda t: t, change])
     two = torch.stack([T, T])
     calls = {
-        "cond: both branches": lambda: tdf.cond(torch.ones((), device="meta"), lambda t: t, change, (T,)),
+        "cond: the branches": lambda: tdf.cond(torch.ones((), device="meta"), lambda t: t, change, (T,)),
         "while_loop: body_fn": lambda: tdf.while_loop(lambda t: True, lambda t: (change(t),), (T,)),
         "scan: combine_fn": lambda: tdf.scan(lambda c, row: (change(c), c), T, torch.ones(2)),
-        "map: all rows": lambda: tdf.map(lambda row: next(if_second)(row), two),
-        "scan: all steps": lambda: tdf.scan(lambda c, row: (c, next(if_later)(row)), T, two),
+        "map: the rows": lambda: tdf.map(lambda row: next(if_second)(row), two),
+        "scan: the steps": lambda: tdf.scan(lambda c, row: (c, next(if_later)(row)), T, two),
     }
 
     for what, call in calls.items():
@@ -515,13 +515,13 @@ REFUSED = [
     (lambda: tdf.while_loop(len, len, T), UnsupportedError, r"while_loop[\s\S]*tuple or list"),
     (lambda: torch.vmap(lambda t: tdf.while_loop(lambda x: x < 3, lambda x: (x + 1,), (t["n", "b"],)))(T),
      UnsupportedError, r"number of steps[\s\S]*vmap"),
-    (lambda: tdf.map(len, {}), ValueError, r"map: every leaf of xs must have rows[\s\S]*\[\]"),
-    (lambda: tdf.map(len, (torch.ones(2), 3)), ValueError, r"map: every leaf of xs[\s\S]*int"),
-    (lambda: tdf.map(len, torch.ones(())), ValueError, r"map: every leaf of xs[\s\S]*dimension 0"),
+    (lambda: tdf.map(len, {}), ValueError, r"map: xs has no leaf, or one without rows[\s\S]*\[\]"),
+    (lambda: tdf.map(len, (torch.ones(2), 3)), ValueError, r"map: xs has no leaf, or one[\s\S]*int"),
+    (lambda: tdf.map(len, torch.ones(())), ValueError, r"map: xs has no leaf, or one[\s\S]*dimension 0"),
     (lambda: tdf.map(len, torch.ones(0, 2)), ValueError, r"one length above 0[\s\S]*\[0\]"),
     (lambda: tdf.map(len, (torch.ones(2), torch.ones(3))), ValueError, r"one length[\s\S]*\[2, 3\]"),
-    (lambda: tdf.scan(len, T, T, dim=1), ValueError, r"scan: every leaf[\s\S]*dimension 1"),
-    (lambda: tdf.scan(len, T, T, dim=-1), ValueError, r"scan: every leaf[\s\S]*from the front[\s\S]*-1"),
+    (lambda: tdf.scan(len, T, T, dim=1), ValueError, r"scan: xs has no leaf, or one without rows[\s\S]*dimension 1"),
+    (lambda: tdf.scan(len, T, T, dim=-1), ValueError, r"scan: xs has no leaf[\s\S]*from the front[\s\S]*-1"),
 ]  # fmt: skip
 
 

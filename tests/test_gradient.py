@@ -109,13 +109,13 @@ def test_second_derivatives():
 
 
 MESSAGES = [
-    (lambda t: tdf.grad(lambda p: p["w"].sum())({"w": torch.ones(1)}), TypeError, "argument 0 must be a tree.*dict"),
+    (lambda t: tdf.grad(lambda p: p["w"].sum())({"w": torch.ones(1)}), TypeError, "argument 0 is not a tree.*dict"),
     (lambda t: tdf.grad(lambda p: p["w"].sum(), "v")(t), tdf.FilterError, "'v'"),
-    (lambda t: tdf.grad(lambda a, b: a["w"].sum(), argnums=(0, -2))(t, t), ValueError, r"different arguments.*\(0, -2"),
+    (lambda t: tdf.grad(lambda a, b: a["w"].sum(), argnums=(0, -2))(t, t), ValueError, r"an argument twice.*\(0, -2"),
     (lambda t: tdf.grad(lambda p: (p["w"] > 0).sum())(t), TypeError, "a floating-point number.*int64"),
     (lambda t: tdf.grad(lambda p: p["w"].sum())(p=t), TypeError, "positional argument 0.*0 positional arguments"),
     (lambda t: tdf.grad(lambda p: p)(tdf.lazy_stack([t, t])), tdf.LeafMismatchError, "grad: a lazy stack.*pad"),
-    (lambda t: tdf.grad(lambda p: p, ["w"], argnums=(0, 1)), ValueError, "a filter for each of argnums.*2.*1"),
+    (lambda t: tdf.grad(lambda p: p, ["w"], argnums=(0, 1)), ValueError, "wrt has 1 filters for 2 arguments"),
 ]
 
 
@@ -162,5 +162,5 @@ def test_tensors_of_the_second_value_leave_the_gradient(wrap):
 @pytest.mark.parametrize("out", [lambda p: p["w"].sum(), lambda p: (p["w"].sum(),), lambda p: (p["w"].sum(), 1, 2)])
 def test_a_result_that_is_no_pair_is_refused(out):
     """With `has_aux` anything but a pair is an error, and nothing of it is dropped."""
-    with pytest.raises(TypeError, match="must return a pair"):
+    with pytest.raises(TypeError, match="returned no pair"):
         tdf.grad(out, has_aux=True)(tdf.TensorDict({"w": torch.ones(2)}))

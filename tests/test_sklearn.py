@@ -298,7 +298,7 @@ def test_intervals_of_predictions_cover():
 def test_a_network_has_the_outputs_that_it_is_made_for(outputs):
     """Another number of classes or targets is refused, also where torch would broadcast or index it."""
     options = {**SMALL, "make": lambda features, _: nn.Linear(features, outputs)}
-    pattern = rf"(?s)make: the network must have the outputs.*\[N, {{}}\].*\[1, {outputs}\]"
+    pattern = rf"(?s)make: the network does not have the outputs.*\[N, {{}}\].*\[1, {outputs}\]"
 
     with pytest.raises(tdf.LeafMismatchError, match=pattern.format(3)):
         EnsembleClassifier(**options).fit(X, Y)
@@ -310,13 +310,13 @@ def test_a_network_has_the_outputs_that_it_is_made_for(outputs):
 
 MESSAGES = [
     (EnsembleClassifier, {"learning_rate": [0.1, 0.2]},
-     r"lr must have one value for each member.*\[3\].*\[2\]"),
+     r"lr does not have one value for each member.*\[3\].*\[2\]"),
     (EnsembleClassifier, {"n_estimators": 0}, "n_estimators must be at least 1.*0"),
     (EnsembleClassifier, {"batch_size": 0}, "batch_size must be at least 1.*0"),
     *[(EnsembleClassifier, {"early_stopping": True, "validation_fraction": share},
-       "both parts must have an example; .*n_samples = 150") for share in (0.0, 0.999, 1.0)],
+       "one of the two parts has no example; .*n_samples = 150") for share in (0.0, 0.999, 1.0)],
     *[(EnsembleClassifier, {"early_stopping": True, "validation_fraction": share},
-       "both parts must have an example with a weight") for share in (0.01, 0.99)],
+       "one of the two parts has no weight") for share in (0.01, 0.99)],
     (EnsembleRegressor, {"loss": "x"}, "loss must be one of 'squared_error', 'gaussian'.*'x'"),
 ]  # fmt: skip
 

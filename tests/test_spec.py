@@ -130,7 +130,7 @@ def test_like(tmp_path):
 @pytest.mark.parametrize(
     ("call", "kind", "pattern"),
     [
-        (lambda: Composite({"x": 3}), TypeError, "'x' must be a spec.*got: +3"),
+        (lambda: Composite({"x": 3}), TypeError, "'x' is not a spec.*got: +3"),
         (lambda: Composite({"x": Unbounded(3)}, 2), tdf.BatchSizeError, r"'x'.*\[2\].*\[3\]"),
         (lambda: Composite({"x": Unbounded(3)})["y"], tdf.MissingKeyError, "y"),
     ],

@@ -28,7 +28,7 @@ from tdfunc._jit.signature import (
 )
 from tdfunc._jit.tracing import name_of, named_leaves, state_of, trace
 from tdfunc.core.context import has_values, make_lock
-from tdfunc.core.errors import CaptureError, UnsupportedError, error, explain
+from tdfunc.core.errors import CaptureError, UnsupportedError, check_choice, check_least, explain
 from tdfunc.core.generators import refuse_draws
 from tdfunc.core.memory import keep_freed_memory
 
@@ -288,7 +288,7 @@ def _check_leaves(args: Any, kwargs: Any) -> None:
     for name, leaf in named_leaves(args, kwargs, torch.Tensor):
         if leaf.layout is not torch.strided:
             raise UnsupportedError(
-                f"jit: {name} must have a layout that can be traced.",
+                f"jit: the layout of {name} cannot be traced.",
                 expected=str(torch.strided),
                 got=str(leaf.layout),
                 hint="call the function without jit.",
@@ -398,11 +398,8 @@ def jit(
         >>> member_grads(params, torch.zeros(2, 3)) is not None, member_grads.cache_info().misses
         (True, 1)
     """
-    if cache_size < 1:
-        raise error(ValueError, "jit: cache_size must be at least 1.", expected="cache_size >= 1", got=cache_size)
-    if captures not in ("refused", "constants"):
-        expected = "refused | constants"
-        raise error(ValueError, "jit: captures must name a way to treat them.", expected=expected, got=repr(captures))
+    check_least("jit: cache_size", cache_size)
+    check_choice("jit: captures", captures, ("refused", "constants"))
     if fn is None:
         return lambda wrapped: jit(wrapped, backend=backend, cache_size=cache_size, captures=captures)
     return Jitted(fn, backend, cache_size, constants=captures == "constants")

@@ -76,6 +76,8 @@ _FILLS = (
     aten.arange.start,
 )  # fmt: skip
 _EXACT_DTYPES = (torch.float32, torch.float64, torch.int64)
+# Kinds of nodes that the code does not compute.
+_GIVEN = ("placeholder", "get_attr")
 
 
 def compile_graph(module: fx.GraphModule, memory: Memory) -> Callable[..., list[Any]]:
@@ -92,7 +94,8 @@ def compile_graph(module: fx.GraphModule, memory: Memory) -> Callable[..., list[
             lines.append(f"return [{', '.join(map(writer.spell, node.args[0]))}]")
         elif node.op != "get_attr" and node not in writer.constants:
             lines.append(f"{node.name} = {writer.call(node)}")
-            if dead := writer.dead.get(node):
+            dead = writer.dead.get(node)
+            if dead:
                 lines.append(" = ".join([*dead, "None"]))
     source = "\n    ".join([f"def replay({', '.join(names)}):", *lines])
     exec(compile(source, "<jit>", "exec"), writer.scope)
@@ -104,28 +107,34 @@ def _join_views(graph: fx.Graph) -> None:
     moved = list_moved(graph)
     # From the end, so that a chain is found whole.
     for node in reversed(list(graph.nodes)):
-        # Any: the nodes of a chain.
-        source: Any = node
         if node in moved or not node.users or node.target not in _LOOKS:
             continue
+        # Any: the nodes of a chain.
         root: Any = node.args[0]
+        length = 1
         while root.target in _LOOKS and len(root.users) == 1 and root not in moved:
-            source = root
             root = root.args[0]
-        x = node.meta["val"]
-        y = root.meta["val"]
-        # In the order of elements, whatever the memory of a replay's tensor looks like.
-        whole = x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous()
-        if source is node or root in moved or not whole or storage_id(x) != storage_id(y):
+            length += 1
+        if length == 1 or root in moved or not _is_whole_view(node, root):
             continue
+        view = node.meta["val"]
         with graph.inserting_before(node):
-            new = graph.call_function(aten.view.default, (root, list(x.shape)))
-        new.meta["val"] = x
+            new = graph.call_function(aten.view.default, (root, list(view.shape)))
+        new.meta["val"] = view
         node.replace_all_uses_with(new)
         while node is not root:
             last = node
             node = node.args[0]
             graph.erase_node(last)
+
+
+def _is_whole_view(node: fx.Node, root: fx.Node) -> bool:
+    """Return whether a node has all elements of another in their order, whatever memory a replay's tensor has."""
+    x = node.meta["val"]
+    y = root.meta["val"]
+    if x.numel() != y.numel() or not x.is_contiguous() or not y.is_contiguous():
+        return False
+    return storage_id(x) == storage_id(y)
 
 
 def _pool(x: Tensor, *args: list[int]) -> tuple[Tensor, Tensor]:
@@ -145,17 +154,28 @@ def _pools_faster(node: fx.Node) -> bool:
 def _find_index(node: fx.Node) -> str | None:
     """Return how Python spells a view, which costs half of the call of its binding."""
     target = node.target
-    args = node.args
+    # Any: arguments of a node.
+    args: Any = node.args
     if target is aten.transpose.int:
         dims = node.meta["val"].dim()
-        return ".mT" if dims >= 2 and {args[1] % dims, args[2] % dims} == {dims - 1, dims - 2} else None
-    if target is aten.select.int:
-        if args[1] == 0:
-            return f"[{args[2]}]"
-        return None
+        if dims < 2:
+            return None
+        swapped = {args[1] % dims, args[2] % dims}
+        return ".mT" if swapped == {dims - 1, dims - 2} else None
+    if target is aten.select.int and args[1] == 0:
+        return f"[{args[2]}]"
     if target is aten.slice.Tensor and len(args) == 4 and args[1] == 0:
         return f"[{args[2]}:{args[3]}]"
     return None
+
+
+def _find_last_users(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Return the last node that uses each node; its own, if none does."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op not in _GIVEN:
+            last |= dict.fromkeys([node, *node.all_input_nodes], node)
+    return last
 
 
 class _Writer:
@@ -165,25 +185,29 @@ class _Writer:
         self.scope: dict[str, Any] = {}
         self._module = module
         self._memory = memory
+        # The names of bound values, by their keys.
         self._bound: dict[Any, str] = {}
-        self._makers: dict[int, fx.Node] = {}
-        self.dead: dict[fx.Node, list[str]] = {}
-        self.constants = {
-            node: self.bind(node.target(*node.args, **node.kwargs))
-            for node in module.graph.nodes
-            if node.target in _FILLS and node.meta["val"].numel() <= _KEPT and memory.is_private(node)
-        }
-        last: dict[fx.Node, fx.Node] = {}
+        # The names of tensors that need no argument and are made once.
+        self.constants: dict[fx.Node, str] = {}
         for node in module.graph.nodes:
-            for storage in self._memory.of(node):
+            if self._is_constant(node):
+                self.constants[node] = self.bind(node.target(*node.args, **node.kwargs))
+        # The first node that has a storage made it.
+        self._makers: dict[int, fx.Node] = {}
+        for node in module.graph.nodes:
+            for storage in memory.of(node):
                 self._makers.setdefault(storage, node)
-            if node.op not in ("placeholder", "get_attr"):
-                last |= dict.fromkeys([node, *node.all_input_nodes], node)
-        for node, user in last.items():
-            if user.op != "output" and node.op not in ("placeholder", "get_attr") and node not in self.constants:
+        # The names that nothing uses after a node.
+        self.dead: dict[fx.Node, list[str]] = {}
+        for node, user in _find_last_users(module.graph).items():
+            if user.op != "output" and node.op not in _GIVEN and node not in self.constants:
                 self.dead.setdefault(user, []).append(node.name)
 
+    def _is_constant(self, node: fx.Node) -> bool:
+        return node.target in _FILLS and node.meta["val"].numel() <= _KEPT and self._memory.is_private(node)
+
     def bind(self, value: Any, key: Any = None) -> str:
+        """Return the name of a value in the code's scope; values of one key, by default the object, have one name."""
         if key is None:
             key = ("id", id(value))
         if key not in self._bound:
@@ -192,6 +216,7 @@ class _Writer:
         return self._bound[key]
 
     def spell(self, value: Any) -> str:
+        """Return the code of an argument."""
         if isinstance(value, fx.Node):
             if value.op == "get_attr":
                 return self.bind(operator.attrgetter(str(value.target))(self._module))
@@ -201,36 +226,54 @@ class _Writer:
         if isinstance(value, (list, tuple)) and any(isinstance(item, fx.Node) for item in value):
             return f"[{', '.join(map(self.spell, value))}]"
         # Kernels take no subclass of complex.
-        return self.bind(complex(value) if isinstance(value, complex) else value)
+        if isinstance(value, complex):
+            value = complex(value)
+        return self.bind(value)
 
     def call(self, node: fx.Node) -> str:
+        """Return the code that computes a node."""
+        view = self._spell_view(node)
+        if view is not None:
+            return view
         target: Any = node.target
         args = [self.spell(arg) for arg in node.args]
-        if target is operator.getitem:
-            return f"{args[0]}[{args[1]}]"
-        if target in _SPREAD:
-            sizes: Any = node.args[1]
-            # Without sizes these are other methods.
-            return f"{args[0]}.{_SPREAD[target]}({', '.join(map(repr, sizes)) or '()'})"
-        if (index := _find_index(node)) is not None:
-            return f"{args[0]}{index}"
-        if target in _ARITHMETIC and (number := self._number(node)) is not None:
-            args[1] = number
+        if target in _ARITHMETIC:
+            number = self._number(node)
+            if number is not None:
+                args[1] = number
         overwritten = self._find_overwritten(node)
         if overwritten is not None:
             others = [arg for i, arg in enumerate(args) if i != overwritten]
             return f"{args[overwritten]}.{_IN_PLACE[target]}({', '.join(others)})"
         args += [f"{name}={self.spell(value)}" for name, value in node.kwargs.items()]
-        if target is aten.max_pool2d_with_indices.default and _pools_faster(node):
-            return f"{self.bind(_pool)}({', '.join(args)})"
         if target in METHODS:
             return f"{args[0]}.{METHODS[target]}({', '.join(args[1:])})"
+        return f"{self._function_of(node)}({', '.join(args)})"
+
+    def _spell_view(self, node: fx.Node) -> str | None:
+        """Return the code of an item or a view that is shorter than a call; None for other nodes."""
+        target: Any = node.target
+        if target is operator.getitem:
+            return f"{self.spell(node.args[0])}[{self.spell(node.args[1])}]"
+        if target in _SPREAD:
+            sizes: Any = node.args[1]
+            # Without sizes these are other methods.
+            spread = ", ".join(map(repr, sizes)) or "()"
+            return f"{self.spell(node.args[0])}.{_SPREAD[target]}({spread})"
+        index = _find_index(node)
+        if index is None:
+            return None
+        return f"{self.spell(node.args[0])}{index}"
+
+    def _function_of(self, node: fx.Node) -> str:
+        """Bind the fastest function that computes a node."""
+        target: Any = node.target
+        if target is aten.max_pool2d_with_indices.default and _pools_faster(node):
+            return self.bind(_pool)
         if target in BINDINGS:
-            call = self.bind(getattr(torch, BINDINGS[target]))
-        else:
-            # Without the frame of OpOverload.__call__, or of a deferred call.
-            call = self.bind(getattr(target, "_op", getattr(target, "fn", target)))
-        return f"{call}({', '.join(args)})"
+            return self.bind(getattr(torch, BINDINGS[target]))
+        # Without the frame of OpOverload.__call__, or of a deferred call.
+        return self.bind(getattr(target, "_op", getattr(target, "fn", target)))
 
     def _number(self, node: fx.Node) -> str | None:
         """Bind the number of `x + number` and its kind as a tensor, which torch would make at each call."""
@@ -242,19 +285,23 @@ class _Writer:
         # Of narrower dtypes, kernels compute with the number as it is.
         if value.dtype not in _EXACT_DTYPES or x.meta["val"].dtype != value.dtype or value.device.type != "cpu":
             return None
-        return self.bind(torch.tensor(number, dtype=value.dtype, device="cpu"), ("number", repr(number), value.dtype))
+        made = torch.tensor(number, dtype=value.dtype, device="cpu")
+        return self.bind(made, ("number", repr(number), value.dtype))
 
     def _find_overwritten(self, node: fx.Node) -> int | None:
         """Return the place of an operand that the result can overwrite."""
         if node.target not in _IN_PLACE or node.kwargs or len(node.args) > 2:
             return None
-        operands = node.args[: 2 if node.target in _COMMUTE else 1]
+        operands = node.args[:1]
+        if node.target in _COMMUTE:
+            operands = node.args[:2]
         for i, operand in enumerate(operands):
             if isinstance(operand, fx.Node) and self._is_free(operand, node):
                 return i
         return None
 
     def _is_free(self, operand: fx.Node, node: fx.Node) -> bool:
+        """Return whether nothing uses the memory of an operand after a node, and the node's result fits in it."""
         own = self._memory.of(operand)
         memory = self._memory
         maker = self._makers[next(iter(own))]

@@ -67,7 +67,7 @@ class CudaPool:
         except RuntimeError as err:
             hint = "look for an operation that waits for the device, such as x[mask] = 0; or call without a backend."
             raise UnsupportedError(
-                'jit(backend="cudagraphs"): CUDA must capture all operations.', got=str(err), hint=hint
+                'jit(backend="cudagraphs"): CUDA cannot capture an operation of the function.', got=str(err), hint=hint
             ) from err
         return outputs, graph.replay
 
@@ -107,7 +107,7 @@ class CudaGraphs:
         for name, leaf in zip(names, leaves, strict=True):
             if leaf.device != device:
                 raise UnsupportedError(
-                    f'jit(backend="cudagraphs"): {name} must be on the device of the graph.',
+                    f'jit(backend="cudagraphs"): {name} is not on the device of the graph.',
                     expected=f"tensors on one device, here {device}",
                     got=f"{leaf.device}, shape {list(leaf.shape)}",
                     hint=f'move it and an optimizer state with tree.to("{device}"), or call without a backend.',

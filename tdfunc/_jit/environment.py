@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tdfunc.core.errors import ConcurrencyError, UnsupportedError
+from tdfunc.core.errors import ConcurrencyError, UnsupportedError, brief
 
 _ATOMS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (tuple, list, dict, set, frozenset, deque, bytearray)
@@ -61,6 +61,7 @@ def freeze(value: Any, depth: int = 0, *, by_tensor: bool = False, other: Callab
     Containers and arrays of more items than a configuration has, or nested deeper, count as objects, whose keys are
     made by `other`. A tensor counts by its shape, dtype and device, or as an object.
     """
+    # All cases are in one function for speed: each call of a jitted function freezes its arguments without tensors.
     inner = functools.partial(freeze, depth=depth + 1, by_tensor=by_tensor, other=other)
     kind = type(value)
     if isinstance(value, (float, complex)):
@@ -88,8 +89,9 @@ def freeze(value: Any, depth: int = 0, *, by_tensor: bool = False, other: Callab
         return other(value)
     if isinstance(value, dict):
         return kind, tuple([(inner(key), inner(item)) for key, item in value.items()])
-    frozen = list(map(inner, value))
-    return kind, frozenset(frozen) if isinstance(value, (set, frozenset)) else tuple(frozen)
+    if isinstance(value, (set, frozenset)):
+        return kind, frozenset(map(inner, value))
+    return kind, tuple(map(inner, value))
 
 
 def can_change(value: Any) -> bool:
@@ -195,7 +197,7 @@ class Environment:
                     raise ConcurrencyError(
                         f"jit: {reader.name!r} was assigned while the function was recorded, and not by its code.",
                         expected="values of closures and globals that stay during the first call",
-                        got=f"{was!r}, then {value!r}"[:200],
+                        got=f"{brief(was)}, then {brief(value)}",
                         hint="call again; assign it in the thread that calls.",
                     )
         if changed:

@@ -140,16 +140,22 @@ class Recorder(TorchDispatchMode):
             for tensor in written_by(func, args, kwargs):
                 name = self._names.get(storage_id(tensor))
                 if name is not None:
-                    same = [one.tensor for one in self.captures.values() if storage_id(one.fake) == storage_id(tensor)]
-                    name = name or self._find(same[0]) or "a captured tensor"
-                    raise ImmutableError(
-                        f"jit: the function writes to {name} in place ({func}).",
-                        got=user_line(),
-                        hint="return a new tensor, write to a clone, or use optim's update(..., donate=True).",
-                    )
+                    raise self._write_error(name or self._name_captured(tensor), func)
             out = func(*args, **kwargs)
         self.made += [(weakref.ref(leaf), func) for leaf in torch_pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         return out
+
+    def _name_captured(self, fake: Tensor) -> str:
+        """Return how the function reaches a tensor that it captured."""
+        same = [one.tensor for one in self.captures.values() if storage_id(one.fake) == storage_id(fake)]
+        return self._find(same[0]) or "a captured tensor"
+
+    def _write_error(self, name: str, func: Any) -> ImmutableError:
+        return ImmutableError(
+            f"jit: the function writes to {name} in place ({func}).",
+            got=user_line(),
+            hint="return a new tensor, write to a clone, or use optim's update(..., donate=True).",
+        )
 
     def call(self, fn: Callable[[list[Tensor], list[Tensor]], None], writes: list[Tensor], reads: list[Tensor]) -> None:
         """Record a call of `fn(writes, reads)`, made at each replay on real tensors; `fn` writes to the first."""
@@ -483,7 +489,6 @@ _Build = Callable[[Sequence[Any], Sequence[Any]], Any]
 
 def _make_builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: str) -> _Build:
     """Return the function that makes a result like `out` of a replay's outputs and of the argument trees."""
-    kind = type(out)
     if isinstance(out, Tensor):
         place = len(slots)
         slots.append(out)
@@ -491,10 +496,6 @@ def _make_builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: s
     if id(out) in nodes:
         same = nodes[id(out)]
         return lambda _, trees: trees[same]
-    if isinstance(out, TensorCollection):
-        children, context = flatten(out)
-        parts = [_make_builder(child, slots, nodes, f"{where}[{i}]") for i, child in enumerate(children)]
-        return lambda values, trees: node_like(kind, context, tuple([part(values, trees) for part in parts]))
     if isinstance(out, NonTensorData) and ("data", id(out.data)) in nodes:
         # With another batch size: the value comes from the call, which may be a list that has changed since.
         source = nodes["data", id(out.data)]
@@ -502,8 +503,22 @@ def _make_builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: s
         return lambda _, trees: NonTensorData(trees[source].data, size)
     if isinstance(out, _PLAIN_VALUES):
         return lambda *_: out
+    return _make_node_builder(out, slots, nodes, where)
+
+
+def _make_node_builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: str) -> _Build:
+    """Return the builder of a tree or container, whose parts have builders."""
+    kind = type(out)
+
+    def list_parts(children: Iterable[Any]) -> list[_Build]:
+        return [_make_builder(child, slots, nodes, f"{where}[{i}]") for i, child in enumerate(children)]
+
+    if isinstance(out, TensorCollection):
+        children, context = flatten(out)
+        parts = list_parts(children)
+        return lambda values, trees: node_like(kind, context, tuple([part(values, trees) for part in parts]))
     if isinstance(out, (tuple, list)):
-        parts = [_make_builder(item, slots, nodes, f"{where}[{i}]") for i, item in enumerate(out)]
+        parts = list_parts(out)
         make = kind._make if hasattr(kind, "_fields") else kind
         return lambda values, trees: make([part(values, trees) for part in parts])
     if kind is dict:
@@ -512,7 +527,7 @@ def _make_builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: s
     if kind in torch_pytree.SUPPORTED_NODES:
         node = torch_pytree.SUPPORTED_NODES[kind]
         children, context = node.flatten_fn(out)
-        parts = [_make_builder(child, slots, nodes, f"{where}[{i}]") for i, child in enumerate(children)]
+        parts = list_parts(children)
         return lambda values, trees: node.unflatten_fn([part(values, trees) for part in parts], context)
     raise UnsupportedError(
         f"jit: {where} of the function is an object that a replay cannot make again.",
@@ -599,6 +614,7 @@ def _is_same(value: object, target: object) -> bool:
 
 
 def _reachable(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Return (name, value) of the parts of a value."""
     if isinstance(value, TensorCollection):
         return [(f"{name}[{'.'.join(path)!r}]", leaf) for path, leaf in iter_leaves(value)]
     if isinstance(value, nn.Module):
@@ -609,9 +625,7 @@ def _reachable(name: str, value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, (list, tuple)):
         return [(f"{name}[{i}]", item) for i, item in enumerate(value)]
     if isinstance(value, type):
-        # Defaults of typed fields.
-        given: list[Any] = list(fields(value)) if is_dataclass(value) else []
-        return [(f"{name}.{field.name}", field.default) for field in given if isinstance(field.default, Tensor)]
+        return _tensor_defaults(name, value)
     if isinstance(value, ModuleType):
         return []
     found = [(f"{name}.{key}", item) for key, item in getattr(value, "__dict__", {}).items()]
@@ -619,3 +633,11 @@ def _reachable(name: str, value: Any) -> list[tuple[str, Any]]:
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         found += [(f"{name}.{variable}", contents(cell)) for variable, cell in cells]
     return found
+
+
+# Any: a class.
+def _tensor_defaults(name: str, cls: Any) -> list[tuple[str, Any]]:
+    """Return the tensors that are defaults of the fields of a typed class."""
+    if not is_dataclass(cls):
+        return []
+    return [(f"{name}.{field.name}", field.default) for field in fields(cls) if isinstance(field.default, Tensor)]

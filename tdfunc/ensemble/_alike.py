@@ -129,6 +129,7 @@ class Outline:
             TreeStructureError: Classes, slots, children, hooks, modes or hyperparameters differ; the message names the
                 first difference.
         """
+        # One function for speed: it runs for each module of each member.
         if type(module) is not self._type:
             module = unwrap(module, pair.call)
             self._check_class(module, pair)

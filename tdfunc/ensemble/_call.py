@@ -14,7 +14,7 @@ from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_le
 from tdfunc import random
 from tdfunc.core.collection import PLAIN, TensorCollection
 from tdfunc.core.context import in_transform, is_compiling
-from tdfunc.core.errors import BatchSizeError, UnsupportedError, error
+from tdfunc.core.errors import BatchSizeError, UnsupportedError, brief, error
 from tdfunc.core.keys import Filter
 from tdfunc.core.types import Path
 from tdfunc.ops.base.reading import entries
@@ -179,7 +179,7 @@ def members_of(params: Any) -> int:
     if isinstance(params, Mapping):
         hint = 'TensorDict(d, [E]).unflatten_keys(".") makes one of the dict of torch.func.stack_module_state.'
     raise BatchSizeError(
-        "Ensemble: params must be a stacked tree.", expected="batch size [E], E > 0", got=got, hint=hint
+        "Ensemble: params is not a stacked tree.", expected="batch size [E], E > 0", got=got, hint=hint
     )
 
 
@@ -224,7 +224,7 @@ def flat_dims(in_dims: Any, args: tuple[Any, ...], members: int) -> tuple[int | 
             ValueError,
             "Ensemble: in_dims does not fit the arguments of forward.",
             expected=expected,
-            got=repr(in_dims),
+            got=brief(in_dims),
             hint="give each positional argument a dimension or None.",
         )
     found: list[int | None] = []
@@ -236,7 +236,7 @@ def flat_dims(in_dims: Any, args: tuple[Any, ...], members: int) -> tuple[int | 
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != members:
             raise error(
                 ValueError,
-                f"Ensemble: dimension {dim} of an argument must count the members.",
+                f"Ensemble: dimension {dim} of an argument does not count the members.",
                 expected=f"one entry for each of {members} members there",
                 got=f"shape {tuple(x.shape)}",
                 hint="use in_dims=None for data that all members share.",
@@ -283,7 +283,7 @@ def stack_outputs(outputs: Sequence[Any]) -> Any:
             raise _unlike(member, "outputs of another structure than", specs[0], spec)
         for first, value in zip(flats[0], flat, strict=True):
             if not isinstance(first, Tensor) and not _is_same(first, value):
-                raise _unlike(member, "another value than", repr(first), repr(value))
+                raise _unlike(member, "another value than", brief(first), brief(value))
     columns = zip(*flats, strict=True)
     leaves = [torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
     return tree_unflatten(leaves, specs[0])

@@ -22,7 +22,7 @@ from tdfunc import random
 from tdfunc._jit import Jitted
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import in_transform, is_compiling, is_known, is_tracing
-from tdfunc.core.errors import UnsupportedError, as_count, check_choice, error, explain
+from tdfunc.core.errors import UnsupportedError, as_count, brief, check_choice, error, explain
 from tdfunc.core.generators import default_generators, foreign_states, refuse_draws
 from tdfunc.core.keys import Filter, FilterLike, dotted
 from tdfunc.core.types import Path
@@ -115,7 +115,7 @@ class Ensemble:
         if not isinstance(apply, Apply):
             raise error(
                 TypeError,
-                "Ensemble: apply must be a pure function.",
+                "Ensemble: apply is not a pure function.",
                 expected="Apply",
                 got=type(apply).__name__,
                 hint="apply, params, buffers = tdfunc.functional(model).",
@@ -185,7 +185,7 @@ class Ensemble:
         written = list(map(dotted, self.apply.written_buffers))
         if written:
             self._warned = True
-            message = f"Ensemble: forward wrote the buffers {written}, and a call returns the outputs alone."
+            message = f"Ensemble: forward wrote the buffers {brief(written)}, and a call returns the outputs alone."
             hint = "out, buffers = ensemble.with_buffers(params, buffers, x) keeps them; apply.eval() writes none."
             warnings.warn(explain(message, hint=hint), stacklevel=2)
         return out
@@ -261,7 +261,7 @@ class Ensemble:
             lead = [None if path in shared else 0 for path in self.apply.paths]
         if keep and None in lead[self.apply.n_params :]:
             raise UnsupportedError(
-                "Ensemble.with_buffers: each member must have its own buffers.",
+                "Ensemble.with_buffers: the members share buffers, which each of them would write.",
                 expected="buffers that shared= does not match",
                 got=f"shared={self.shared}",
                 hint='stack them: shared=Filter("trunk.*") & Kind.PARAMETER.',

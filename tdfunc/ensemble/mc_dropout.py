@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from tdfunc import random
-from tdfunc.core.errors import UnsupportedError, as_count
+from tdfunc.core.errors import UnsupportedError, as_count, brief
 from tdfunc.modules.functional import Apply
 from tdfunc.random.draws import KeyLike, key_of
 
@@ -54,9 +54,9 @@ class MCDropout:
         drops = (_DropoutNd, *layers)
         if not any(isinstance(part, drops) for part in apply.module.modules()):
             raise UnsupportedError(
-                "MCDropout: the model must have a dropout layer.",
+                "MCDropout: the model has no dropout layer.",
                 expected="nn.Dropout and its kin, or a class of layers=",
-                got=", ".join(sorted({type(part).__name__ for part in apply.module.modules()})),
+                got=brief(sorted({type(part).__name__ for part in apply.module.modules()})),
             )
 
         def switch(module: nn.Module) -> None:

@@ -76,7 +76,7 @@ def stack_modules(modules: Sequence[nn.Module]) -> "TensorDict":
         )
     given = list(modules)
     if not given:
-        raise error(ValueError, "stack_modules: there must be a module.", expected="at least one", got=modules)
+        raise error(ValueError, "stack_modules: `modules` is empty.", expected="at least one", got=modules)
     members = _Members(given[0], "stack_modules")
     columns = [members.first, *[members.read(module, i) for i, module in enumerate(given[1:], 1)]]
     try:

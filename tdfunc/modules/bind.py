@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import in_transform, is_compiling, make_lock
-from tdfunc.core.errors import ConcurrencyError, LeafMismatchError, TreeStructureError
+from tdfunc.core.errors import ConcurrencyError, LeafMismatchError, TreeStructureError, brief
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.types import Path
@@ -73,6 +73,7 @@ class Match:
 
     def _pair(self, module: nn.Module, tree: Any, at: Path, strict: bool) -> None:
         """Collect the pairs of a module and its node, and the slots and leaves without a partner."""
+        # One function for speed: a large model has hundreds of modules.
         module = unwrap(module, "to_module")
         self._seen[module] = None
         if tree is not None and not isinstance(tree, TensorCollection):
@@ -199,16 +200,16 @@ def _structure_error(module: nn.Module, absent: list[str], extra: list[str]) -> 
     """Return the error for paths that are in the module alone (absent) or in the tree alone (extra)."""
     expected = "no other leaves than the module's"
     if absent:
-        expected = f"leaves {absent}"
+        expected = f"leaves {brief(absent)}"
     got = "a tree without them"
     hint = "pass strict=False to bind a part and leave the rest of the module as it is."
     if extra:
-        got = f"leaves that the module does not have: {extra}"
+        got = f"leaves that the module does not have: {brief(extra)}"
         hint = "a part of a module binds with strict=False, a sub-tree to its submodule: params['0'].to_module(m[0])."
     if set(extra) & set(absent):
         hint = FLAT
     return TreeStructureError(
-        f"to_module: the tree must fit {type(module).__name__}, which was not touched.",
+        f"to_module: the tree does not fit {type(module).__name__}, which was not touched.",
         expected=expected,
         got=got,
         hint=hint,
@@ -293,7 +294,7 @@ class ModuleHandle:
     def __enter__(self) -> nn.Module:
         if self._state not in (_LOADED, _UNBOUND):
             raise ConcurrencyError(
-                f"to_module: a block on {type(self._module).__name__} can be entered once.",
+                f"to_module: this block on {type(self._module).__name__} was entered before.",
                 expected="one `with` for each call of to_module",
                 got=f"a handle that is {self._state}",
                 hint="call params.to_module(m) again for another block.",
@@ -328,7 +329,7 @@ class ModuleHandle:
         # An error on its way through the block matters more than the order of exits; closing a generator does not.
         if not in_order and (kind is None or issubclass(kind, GeneratorExit)):
             raise ConcurrencyError(
-                f"to_module: blocks on {type(self._module).__name__} must be left in order; "
+                f"to_module: blocks on {type(self._module).__name__} were left out of order; "
                 "its original weights are back.",
                 expected="the block entered last to be left first",
                 got="one left while a later one was open, or closed by such an exit",

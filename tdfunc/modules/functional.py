@@ -417,7 +417,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _clones(leaves: list[Any]) -> list[Any]:
-    # With a gradient, torch's kernel for lists takes no integers.
+    # With a gradient, the kernel for lists of torch 2.13 takes no integers.
     if leaves and can_foreach() and not any([leaf.requires_grad for leaf in leaves]):
         return list(torch._foreach_clone(leaves))  # pyright: ignore[reportPrivateImportUsage]
     return [leaf.clone() for leaf in leaves]

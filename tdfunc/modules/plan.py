@@ -365,13 +365,17 @@ def _names(paths: list[Path]) -> str:
 
 
 def _not_trees_error(params: Any, buffers: Any) -> TypeError:
-    wrong = buffers if isinstance(params, TensorCollection) else params
+    name = "params"
+    wrong = params
+    if isinstance(params, TensorCollection):
+        name = "buffers"
+        wrong = buffers
     hint = "apply(params, x, ..., buffers=buffers)."
     if isinstance(wrong, Mapping):
         hint = 'TensorDict(d) makes a tree of a nested dict, TensorDict(d).unflatten_keys(".") of a state dict.'
     return error(
         TypeError,
-        "apply: params and buffers must be trees.",
+        f"apply: {name} is not a tree.",
         expected="TensorDict",
         got=type(wrong).__name__,
         hint=hint,

@@ -424,7 +424,7 @@ def _like(server: Server) -> Server:
 
 
 def _device(device: Any) -> torch.device:
-    # Dynamo cannot call torch.get_default_device.
+    # Dynamo of torch 2.13 cannot call torch.get_default_device.
     if device is None:
         return torch.empty(0).device
     return torch.device(device)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from tdfunc.core.errors import LeakError, UnsupportedError
+from tdfunc.core.errors import LeakError, UnsupportedError, brief
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.modules.checkpoint import stand_in as checkpoint
@@ -226,13 +226,15 @@ def make_template(module: nn.Module) -> nn.Module:
     Raises:
         UnsupportedError: It cannot be copied, or its copy keeps a weight of the original.
     """
-    slots = [slot for slot in walk(module, "functional") if slot.store is not None]
+    slots = _weight_slots(module)
     memo: dict[int, Any] = {id(torch_checkpoint.checkpoint): checkpoint}
+    # The path of the first weight in each storage.
     storages: dict[Any, Path] = {}
     for slot in slots:
         if id(slot.value) not in memo:
             memo[id(slot.value)] = Poison.of(slot.value, slot.path)
             storages.setdefault(storage_of(slot.value), slot.path)
+    # Tensors without memory share nothing.
     storages.pop(None, None)
 
     def stand_in(tensor: Tensor, name: str) -> Tensor | None:
@@ -246,16 +248,26 @@ def make_template(module: nn.Module) -> nn.Module:
 
     _refuse_numpy_views(module, set(memo), storages)
     template = duplicate(module, memo, stand_in)
-    copies = [slot for slot in walk(template, "functional") if slot.store is not None]
-    kept = [dotted(slot.path) for slot in copies if not isinstance(slot.value, Poison)]
-    if kept or [slot.path for slot in copies] != [slot.path for slot in slots]:
-        raise UnsupportedError(
-            f"functional: the copy of {type(module).__name__} is not independent of it.",
-            expected="a copy with the same parameters and buffers, none of them shared",
-            got=f"its own weights at {kept}" if kept else "other slots",
-            hint="a __deepcopy__ must make a new module and pass its memo on to copy.deepcopy for every attribute.",
-        )
+    _check_independent(type(module).__name__, slots, _weight_slots(template))
     return template
+
+
+def _weight_slots(module: nn.Module) -> list[Slot]:
+    """Return the slots of parameters and buffers: all but extra state."""
+    return [slot for slot in walk(module, "functional") if slot.store is not None]
+
+
+def _check_independent(name: str, slots: list[Slot], copies: list[Slot]) -> None:
+    """Raise unless a copy has the slots of its module, with poison in each."""
+    kept = [dotted(slot.path) for slot in copies if not isinstance(slot.value, Poison)]
+    if not kept and [slot.path for slot in copies] == [slot.path for slot in slots]:
+        return
+    raise UnsupportedError(
+        f"functional: the copy of {name} is not independent of it.",
+        expected="a copy with the same parameters and buffers, none of them shared",
+        got=f"its own weights at {brief(kept)}" if kept else "other slots",
+        hint="a __deepcopy__ must make a new module and pass its memo on to copy.deepcopy for every attribute.",
+    )
 
 
 def _refuse_numpy_views(module: nn.Module, known: set[int], storages: dict[Any, Path]) -> None:
@@ -332,27 +344,32 @@ class Skeleton:
         self.targets: list[Target] = _find_targets(slots, order, first)
         self._poison = [target.store[target.name] for target in self.targets]
         # None where the leaves fill the slots as they come, without ties.
-        places = [target.place for target in self.targets]
-        self._places = None if places == list(range(len(order))) else places
+        self._places: list[int] | None = [target.place for target in self.targets]
+        if self._places == list(range(len(order))):
+            self._places = None
         # The tables that hold the slots, each once.
         self._stores = list({id(target.store): target.store for target in self.targets}.values())
         self._filler: Straight = _find_filler(self.targets, self._stores, fillers)
 
         modules = [unwrap(m, "functional") for m in self.module.modules()]
-        # Embeddings with max_norm write the rows that they look up; norms in evaluation mode write nothing.
-        norms = [m for m in modules if type(m) in _NORMS and not m.training and _is_stateless(m)]
+        # Embeddings with max_norm write the rows that they look up.
         self.renormed: set[int] = self._places_in([m._parameters for m in modules if is_renormed(m)])
-        self.lent: set[int] = self._places_in([m._buffers for m in norms])
-
-        # A slot that is None may be filled by forward: a cache registered in advance.
-        stores = _stores_of(modules)
-        self._vacant = [(store, name) for store in stores for name, value in store.items() if value is None]
-        self._tables = _Tables(modules)
-        copied = {id(new) for old, new in memo.items() if id(new) != old}
-        self._objects = _Objects(modules, copied)
+        self.lent: set[int] = self._places_in([m._buffers for m in modules if _is_idle_norm(m)])
+        self._note_state(modules, memo)
         # Whether no call, and no caller who got a constant, has written one. Every call of apply asks, so that a method
         # in between would cost each of them a call.
         self.is_ready: Callable[[], bool] = self._objects.is_unwritten
+
+    def _note_state(self, modules: list[nn.Module], memo: dict[int, Any]) -> None:
+        """Note the state that each call starts from; `memo` has the objects that were copied."""
+        # A slot that is None may be filled by forward: a cache registered in advance.
+        stores = _stores_of(modules)
+        self._vacant: list[tuple[dict[str, Any], str]] = []
+        for store in stores:
+            self._vacant += [(store, name) for name, value in store.items() if value is None]
+        self._tables = _Tables(modules)
+        copied = {id(new) for old, new in memo.items() if id(new) != old}
+        self._objects = _Objects(modules, copied)
         # For compiled regions.
         self._registered = [(store, set(store)) for store in stores]
         self._modules_before = list(map(_state_before, modules))
@@ -410,6 +427,11 @@ class Skeleton:
         _restore(self._objects.containers)
 
 
+def _is_idle_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm of torch's in evaluation mode, which writes nothing."""
+    return type(module) in _NORMS and not module.training and _is_stateless(module)
+
+
 def _find_targets(slots: list[Slot], order: dict[Path, int], first: dict[Path, Path]) -> list[Target]:
     """Return the slots that leaves fill, in the order of the leaves.
 
@@ -441,7 +463,9 @@ class _Tables:
     def __init__(self, modules: list[nn.Module]) -> None:
         stores = _stores_of(modules)
         children = [m._modules for m in modules]
-        hooks = [m.__dict__[name] for m in modules for name in (*_HOOKS, "_non_persistent_buffers_set")]
+        hooks: list[Any] = []
+        for m in modules:
+            hooks += [m.__dict__[name] for name in (*_HOOKS, "_non_persistent_buffers_set")]
         self._own = [m.__dict__ for m in modules]
         self._modes = list(map(_TRAINING, self._own))
         self._next_hook = RemovableHandle.next_id
@@ -453,8 +477,11 @@ class _Tables:
         self._empty = [table for table in counted if not table]
         self._length = sum(map(len, self._filled))
         # Modules of other classes may write anything that they hold.
-        self._custom = [_keep(m.__dict__) for m in modules if not _is_stateless(m)]
-        self._plain = [_keep(m.__dict__) for m in modules if _is_stateless(m)]
+        self._custom: list[Kept] = []
+        self._plain: list[Kept] = []
+        for m in modules:
+            kept = self._plain if _is_stateless(m) else self._custom
+            kept.append(_keep(m.__dict__))
         self._everything = [_keep(table) for table in [*self._own, *stores, *children, *hooks]]
 
     def restore(self) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tdfunc import random
-from tdfunc.core.errors import LeafMismatchError, UnsupportedError, as_count, error
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, as_count, brief, error
 from tdfunc.core.keys import Filter
 from tdfunc.core.types import Path
 from tdfunc.modules.functional import functional
@@ -316,7 +316,7 @@ def batch_ensemble(
     """
     if any(isinstance(part, nn.TransformerEncoderLayer) for part in model.modules()):
         raise UnsupportedError(
-            "batch_ensemble: layers must be run by their forward.",
+            "batch_ensemble: the model has a layer that does not call the forward of its parts.",
             got="nn.TransformerEncoderLayer, whose fast path reads the weights of its layers",
             hint="write the block with nn.MultiheadAttention and nn.Linear, or take a model of another library.",
         )
@@ -324,9 +324,9 @@ def batch_ensemble(
     shell, layers = _with_scales(model)
     if not layers:
         raise UnsupportedError(
-            "batch_ensemble: the model must have layers that take scales.",
+            "batch_ensemble: the model has no layer that takes scales.",
             expected="nn.Linear or nn.Conv2d",
-            got=", ".join(sorted({type(part).__name__ for part in model.modules()})),
+            got=brief(sorted({type(part).__name__ for part in model.modules()})),
         )
     apply, params, buffers = functional(shell)
     paths = {(*layer, name) for layer in layers for name in (*_SCALES, "bias")}
@@ -361,7 +361,7 @@ def _with_scales(model: nn.Module) -> tuple[nn.Module, list[Path]]:
         elif kind is nn.Conv2d:
             if layer.padding_mode != "zeros":
                 raise UnsupportedError(
-                    "batch_ensemble: convolutions must pad with zeros.", expected="zeros", got=layer.padding_mode
+                    "batch_ensemble: a convolution does not pad with zeros.", expected="zeros", got=layer.padding_mode
                 )
             layer.options = {name: getattr(layer, name) for name in ("stride", "padding", "dilation", "groups")}
             sizes = (layer.in_channels, layer.out_channels)
@@ -401,9 +401,9 @@ def _check_init(members: int | None, init: Any) -> tuple[Init, Init]:
     if len(kinds) != 2 or any(kind not in _INITS for kind in kinds):
         raise error(
             ValueError,
-            "BatchEnsemble: init must name how scales begin.",
+            "BatchEnsemble: init does not name a way in which scales begin.",
             expected=f"{' | '.join(map(repr, _INITS))}, or a pair of them",
-            got=repr(init),
+            got=brief(init),
         )
     if members is not None:
         as_count("BatchEnsemble: members", members)
@@ -428,7 +428,7 @@ def _spread(scale: Tensor, x: Tensor, own: int) -> Tensor:
 def _check_members(layer: Any, x: Tensor, dims: int) -> None:
     if layer.members is not None and (x.dim() < dims or x.shape[0] not in (1, layer.members)):
         raise LeafMismatchError(
-            f"{type(layer).__name__}: the first dimension of the input must count the members.",
+            f"{type(layer).__name__}: the first dimension of the input does not count the members.",
             expected=f"{dims} or more dimensions, {layer.members} or 1 entries in the first",
             got=f"shape {list(x.shape)}",
             hint="x.unsqueeze(0) is the same input for all members.",

@@ -10,7 +10,7 @@ from torch import nn
 
 from tdfunc._tensordict import TensorDict, TreeMethods
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import MissingKeyError, error
+from tdfunc.core.errors import MissingKeyError, brief, error
 from tdfunc.core.keys import unravel
 from tdfunc.core.types import NestedKey
 from tdfunc.nn.reset import reset_module, reset_tree
@@ -198,7 +198,7 @@ class TensorDictModuleBase(nn.Module):
             if key not in known:
                 raise MissingKeyError(
                     f"select_out_keys: {key!r} is not an out key of {type(self).__name__}.",
-                    expected=f"keys of {known}",
+                    expected=f"keys of {brief(known)}",
                     hint="reset_out_keys() first." if key in as_keys(list(self.out_keys_source)) else None,
                 )
         self._source = self.out_keys_source
@@ -242,7 +242,7 @@ def dispatch(
     if names[1:2] != ["tensordict"]:
         raise error(
             TypeError,
-            "dispatch: the method's first argument must be called 'tensordict'.",
+            "dispatch: the method's first argument is not called 'tensordict'.",
             got=f"{fn.__qualname__}({', '.join(names)})",
         )
 
@@ -282,13 +282,11 @@ def read_inputs(module: nn.Module, tensordict: Any, keys: Sequence[NestedKey]) -
         try:
             values.append(tensordict[key])
         except MissingKeyError as err:
-            found = [repr(path) for path in tensordict.keys(True, True)]
-            if len(found) > 20:
-                found[20:] = ["..."]
+            found = list(tensordict.keys(True, True))
             raise MissingKeyError(
                 f"{type(module).__name__}{_wrapped_by(module)}: the tree has no {key!r}, which the module reads.",
-                expected=f"{list(keys)}",
-                got=", ".join(found) or "(no keys)",
+                expected=brief(list(keys)),
+                got=brief(found) if found else "(no keys)",
             ) from err
     return values
 

@@ -111,7 +111,7 @@ def _module_of(tree: TensorCollection) -> nn.Module:
     for path, node in iter_items(tree, nested=True, leaves_only=True):
         if not isinstance(node, Tensor):
             raise UnsupportedError(
-                f"EnsembleModule: leaf {dotted(path)!r} must be a tensor.",
+                f"EnsembleModule: leaf {dotted(path)!r} is not a tensor.",
                 expected="parameters and buffers",
                 got=type(node).__name__,
             )

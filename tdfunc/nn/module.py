@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import TreeStructureError
+from tdfunc.core.errors import TreeStructureError, brief
 from tdfunc.core.types import NestedKey
 from tdfunc.nn.base import (
     DISCARDED,
@@ -75,9 +75,9 @@ class TensorDictModule(TensorDictModuleBase):
         outputs = _outputs_of(out, keys)
         if len(outputs) != len(keys):
             raise TreeStructureError(
-                f"{type(self).__name__}: the function must return a value for each out key.",
-                expected=f"{len(keys)}: {list(keys)}",
-                got=f"{len(outputs)}: {[type(each).__name__ for each in outputs]}",
+                f"{type(self).__name__}: the function returned {len(outputs)} values for {len(keys)} out keys.",
+                expected=f"{len(keys)}: {brief(list(keys))}",
+                got=f"{len(outputs)}: {brief([type(each).__name__ for each in outputs])}",
                 hint='"_" is the key of an output that is thrown away.',
             )
         for key, value in zip(keys, outputs, strict=True):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Distribution, Independent
 
-from tdfunc.core.errors import TreeStructureError, UnsupportedError
+from tdfunc.core.errors import TreeStructureError, UnsupportedError, brief
 from tdfunc.core.keys import unravel
 from tdfunc.core.types import NestedKey
 from tdfunc.nn.base import InKeys, Keys, TensorDictModuleBase, as_key, as_keys, dispatch, read_inputs, split_keys
@@ -62,7 +62,9 @@ class ProbabilisticTensorDictModule(TensorDictModuleBase):
         outputs = as_keys(out_keys)
         if len(outputs) != 1:
             raise TreeStructureError(
-                f"{type(self).__name__}: out_keys must be the key of the value.", expected="1", got=f"{outputs}"
+                f"{type(self).__name__}: there are {len(outputs)} out keys for one value.",
+                expected="the key of the value",
+                got=brief(outputs),
             )
         path = unravel(outputs[0])
         self.sample_key: NestedKey = outputs[0]
@@ -194,7 +196,7 @@ class ProbabilisticTensorDictSequential(TensorDictSequential):
         super().__init__(*modules, partial_tolerant=partial_tolerant, selected_out_keys=selected_out_keys)
         if not len(self) or not isinstance(self[-1], _PROBABILISTIC):
             raise UnsupportedError(
-                f"{type(self).__name__}: the last module must be probabilistic.",
+                f"{type(self).__name__}: the last module is not probabilistic.",
                 expected="a ProbabilisticTensorDictModule or ProbabilisticTensorDictSequential",
                 got=type(self[-1]).__name__ if len(self) else "no modules",
                 hint="TensorDictSequential takes any modules.",

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from tdfunc.core.errors import TreeStructureError, UnsupportedError
+from tdfunc.core.errors import TreeStructureError, UnsupportedError, brief
 from tdfunc.core.types import NestedKey
 from tdfunc.nn.base import TensorDictModuleBase, as_keys, dispatch
 from tdfunc.nn.interaction import InteractionType
@@ -53,7 +53,7 @@ class TensorDictSequential(TensorDictModuleBase):
         for i, part in enumerate(parts):
             if not (isinstance(part, nn.Module) and self.is_tdmodule_compatible(part)):
                 raise UnsupportedError(
-                    f"{type(self).__name__}: module {i} must be a module with in_keys and out_keys.",
+                    f"{type(self).__name__}: module {i} has no in_keys and out_keys.",
                     got=type(part).__name__,
                     hint="TensorDictModule(function, in_keys, out_keys) gives it keys.",
                 )
@@ -120,9 +120,9 @@ class TensorDictSequential(TensorDictModuleBase):
                 kept.append((name, part))
         if not kept:
             raise TreeStructureError(
-                "select_subsequence: a module must be left.",
-                expected=f"in_keys among {list(self.in_keys)}, out_keys among {list(self.out_keys)}",
-                got=f"in_keys={in_keys}, out_keys={out_keys}",
+                "select_subsequence: these keys leave no module.",
+                expected=f"in_keys among {brief(list(self.in_keys))}, out_keys among {brief(list(self.out_keys))}",
+                got=f"in_keys={brief(in_keys)}, out_keys={brief(out_keys)}",
             )
         return self._of(kept[::-1])
 

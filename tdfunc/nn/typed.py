@@ -46,7 +46,7 @@ class TensorClassModuleBase(nn.Module, Generic[In, Out]):
         if not hasattr(cls, "input_type"):
             raise error(
                 TypeError,
-                f"{cls.__name__} must name the classes that it takes and returns.",
+                f"{cls.__name__} does not name the classes that it takes and returns.",
                 hint=f"class {cls.__name__}(TensorClassModuleBase[In, Out])",
             )
 

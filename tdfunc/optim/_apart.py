@@ -40,11 +40,12 @@ def _refuse_shared(names: list[str], writes: Leaves, reads: Leaves) -> None:
                 expected="memory that can be written to, as when the function was traced",
                 hint="clone() the tree before the first step, or leave out donate.",
             )
+    leaves = [*writes, *reads]
     for i, j in _find_shared(writes, reads):
         raise UnsupportedError(
             f"update(donate=True): {names[i]!r} and {names[j]!r} share memory, which one would overwrite.",
             expected="leaves apart in memory, as they were when the function was traced",
-            got=f"overlapping tensors of shapes {[list((*writes, *reads)[k].shape) for k in (i, j)]}",
+            got=f"overlapping tensors of shapes {list(leaves[i].shape)} and {list(leaves[j].shape)}",
             hint="clone() the tree before the first step, or leave out donate.",
         )
 

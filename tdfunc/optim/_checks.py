@@ -12,7 +12,15 @@ from torch.nn import Parameter
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import has_values, is_compiling
-from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, error, explain
+from tdfunc.core.errors import (
+    BatchSizeError,
+    LeafMismatchError,
+    TreeStructureError,
+    UnsupportedError,
+    brief,
+    error,
+    explain,
+)
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import Difference, list_leaves, list_paths, same_keys, zip_trees
 from tdfunc.optim._lists import LOW_PRECISION, Coefficient, Leaves, wide_dtype
@@ -37,7 +45,7 @@ def check_dense(call: str, tree: TensorCollection) -> None:
     for node in nodes:
         if isinstance(node, TensorCollection._lazy):
             raise UnsupportedError(
-                f"{call}: members must be stacked along the batch.",
+                f"{call}: the members are not stacked along the batch.",
                 expected="leaves with a dimension for the members",
                 got="a lazy stack, whose rows are separate trees",
                 hint="dense() stacks rows of one shape; otherwise give each row its own optimizer.",
@@ -52,8 +60,8 @@ def list_trainable(name: str, params: TensorCollection) -> Leaves:
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             raise LeafMismatchError(
-                f"{name}: the leaf {path_of(params, i)!r} of params must be a floating-point tensor.",
-                got=str(leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf),
+                f"{name}: the leaf {path_of(params, i)!r} of params is not a floating-point tensor.",
+                got=str(leaf.dtype) if isinstance(leaf, Tensor) else brief(leaf),
                 hint="train a part of the tree: tdfunc.split separates buffers, tdfunc.partition any leaves.",
             )
     return leaves
@@ -81,7 +89,9 @@ def check_keys(name: str, what: str, params: TensorCollection, other: Any) -> No
             hint = "optim.masked trains the leaves that have a gradient; tdfunc.partition takes them out of the tree."
             raise found.error(f"{name}.update", hint=hint, note=f", in params and in the {what}")
         raise TreeStructureError(
-            f"{name}.update: the {what} must tie the leaves that params tie.", expected=params._ties, got=other._ties
+            f"{name}.update: the {what} and params tie different leaves.",
+            expected=brief(params._ties),
+            got=brief(other._ties),
         )
 
 
@@ -104,13 +114,8 @@ def list_matching(
     check_keys(name, what, params, other)
     values = list_leaves(other)
     if values and type(values[0]) is Parameter and type(leaves[0]) is not Parameter:
-        raise error(
-            TypeError,
-            f"{name}.update: the {what} must not be made of Parameters, where params are not.",
-            expected="update(params, grads, state)",
-            got=f"a Parameter as {what} of {path_of(params, 0)!r}",
-            hint="put the arguments in this order.",
-        )
+        raise _order_error(name, what, params)
+    # No function for each leaf, for speed: every update compares all leaves.
     for i, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
         shape = leaf.shape if shapes is None else shapes[i]
         kind = leaf.layout if layout is None else layout
@@ -120,8 +125,10 @@ def list_matching(
         if value.shape == shape and value.dtype == dtype and value.layout is kind:
             continue
         hint = None
-        if value.layout is not kind:
-            hint = "grads.apply(lambda g: g.to_dense())" if layout is None else "adam takes dense gradients."
+        if value.layout is not kind and layout is None:
+            hint = "grads.apply(lambda g: g.to_dense())"
+        elif value.layout is not kind:
+            hint = "adam takes dense gradients."
         raise LeafMismatchError(
             f"{name}.update: the {what} of {path_of(params, i)!r} does not fit its parameter.",
             expected=f"shape {list(shape)}, {dtype}, {kind}",
@@ -131,13 +138,24 @@ def list_matching(
     return values
 
 
+def _order_error(name: str, what: str, params: TensorCollection) -> TypeError:
+    """Return the error for parameters in the place of gradients."""
+    return error(
+        TypeError,
+        f"{name}.update: the {what} is made of Parameters, and params are not.",
+        expected="update(params, grads, state)",
+        got=f"a Parameter as {what} of {path_of(params, 0)!r}",
+        hint="put the arguments in this order.",
+    )
+
+
 def check_state(name: str, state: Any, wanted: set[str]) -> None:
     """Raise unless `state` has the entries of this optimizer."""
     if not isinstance(state, TensorCollection) or state._data.keys() != wanted:
         raise TreeStructureError(
-            f"{name}.update: the state must be of this optimizer.",
-            expected=f"a tree with the entries {sorted(wanted)}",
-            got=f"{sorted(state._data)}" if isinstance(state, TensorCollection) else type(state).__name__,
+            f"{name}.update: the state is not of this optimizer.",
+            expected=f"a tree with the entries {brief(sorted(wanted))}",
+            got=brief(sorted(state._data)) if isinstance(state, TensorCollection) else type(state).__name__,
             hint="state = opt.init(params); the order is update(params, grads, state).",
         )
 
@@ -146,7 +164,7 @@ def check_step(name: str, step: Tensor, size: torch.Size) -> None:
     """Raise unless a step count is for this batch size."""
     if step.shape != size:
         raise BatchSizeError(
-            f"{name}.update: the step count of the state must have the batch size of params.",
+            f"{name}.update: the step count of the state does not have the batch size of params.",
             expected=list(size),
             got=list(step.shape),
             hint="state = opt.init(params), of params with this batch size.",
@@ -157,7 +175,7 @@ def check_active(name: str, active: Tensor | None, size: torch.Size) -> None:
     """Raise unless there is one bool for each member."""
     if active is not None and active.shape != size:
         raise BatchSizeError(
-            f"{name}.update: active must have the batch size of params.",
+            f"{name}.update: active does not have the batch size of params.",
             expected=f"shape {list(size)}",
             got=f"shape {list(active.shape)}",
             hint="params.with_batch_size([members]), if the leaves are stacked and the tree has no batch size.",
@@ -170,16 +188,22 @@ def check_members(
     """Raise unless a tensor of one value per member fits the batch size and the leading dimensions of all leaves."""
     size = params._batch_size
     if value.shape != size and (size or only_batch or value.dim() > 1):
+        expected = "a number or shape [members]"
+        hint = None
+        if size:
+            expected = f"shape {list(size)}, the batch size of params"
+        elif only_batch:
+            hint = "params.with_batch_size([members]), if the leaves are stacked."
         raise BatchSizeError(
-            f"{name}: {what} must have one value for each member.",
-            expected=f"shape {list(size)}, the batch size of params" if size else "a number or shape [members]",
+            f"{name}: {what} does not have one value for each member.",
+            expected=expected,
             got=f"shape {list(value.shape)}",
-            hint="params.with_batch_size([members]), if the leaves are stacked." if only_batch and not size else None,
+            hint=hint,
         )
     for i, leaf in enumerate(leaves):
         if leaf.shape[: value.dim()] != value.shape:
             raise LeafMismatchError(
-                f"{name}: {what} must fit the leading dimensions of the leaf {path_of(params, i)!r}.",
+                f"{name}: {what} does not fit the leading dimensions of the leaf {path_of(params, i)!r}.",
                 expected=f"a leaf of shape {list(value.shape)} + (...)",
                 got=f"shape {list(leaf.shape)}",
                 hint="stack the members (tdfunc.stack_modules), or give one number.",
@@ -194,7 +218,7 @@ def check_scheduled(name: str, what: str, value: Any, size: torch.Size) -> Coeff
     if value.dim() and value.shape != size:
         # A size of leaves alone, as in check_members, will not do: under vmap members would be features.
         raise BatchSizeError(
-            f"{name}.update: the schedule of {what} must give one number for each member.",
+            f"{name}.update: the schedule of {what} does not give one number for each member.",
             expected=f"a number or shape {list(size)}, the batch size of params" if size else "one number",
             got=f"shape {list(value.shape)}",
             hint=f"a value for each member: give the tensor itself as {what}, which also works under torch.vmap; "
@@ -213,19 +237,17 @@ def check_hyper(rule: str, name: str, value: Any, low: float, high: float = math
     if callable(value) or (isinstance(value, Tensor) and not has_values()):
         return value
     if isinstance(value, str) or value is None:
-        raise error(TypeError, f"{rule}: {name} is not a number.", got=repr(value)[:80])
+        raise error(TypeError, f"{rule}: {name} is not a number.", got=brief(value))
     # Written so that nan fails.
     if isinstance(value, Tensor):
         fits = bool(((value >= low) & (value < high)).all())
     else:
         fits = low <= value < high
     if not fits:
-        raise error(
-            ValueError,
-            f"{rule}: {name} must be in range.",
-            expected=f"{low} <= {name}" + (f" < {high}" if high < math.inf else ", finite"),
-            got=value,
-        )
+        bound = ", finite"
+        if high < math.inf:
+            bound = f" < {high}"
+        raise error(ValueError, f"{rule}: {name} is out of range.", expected=f"{low} <= {name}{bound}", got=value)
     return value
 
 

@@ -123,7 +123,7 @@ class Multi(AbstractOptimizer):
             # A filter for all leaves that are left may find none; one for some leaves comes too late.
             if 0 < matches < len(found):
                 raise FilterError(
-                    f"multi: the group {where} must have leaves.",
+                    f"multi: no leaf is left for the group {where}.",
                     expected="a leaf that no group before it has",
                     got=f"{matches} matches, all in groups before it",
                     hint="put this group first: a leaf goes to the first filter that matches it.",
@@ -192,7 +192,7 @@ def chain(*members: GradientMap | AbstractOptimizer) -> Chain:
     if not members or not hasattr(given[-1], "update") or not all(are_maps[:-1]):
         raise error(
             TypeError,
-            "chain: the arguments must be maps of gradients, then one optimizer.",
+            "chain: the arguments are not maps of gradients and then one optimizer.",
             expected="chain(clip_by_global_norm(1.0), adamw())",
             got=brief(members),
         )

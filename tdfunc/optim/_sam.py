@@ -63,15 +63,18 @@ def _check_gradients(found: Any, grads: Any) -> None:
     """Raise unless a function for gradients returned a tree of them, or a tuple that begins with it."""
     if isinstance(grads, TensorCollection):
         return
-    swapped = isinstance(found, tuple) and any([isinstance(item, TensorCollection) for item in found])
+    got = type(grads).__name__
+    hint = None
+    if isinstance(found, tuple):
+        got = f"a tuple that begins with a {got}"
+        if any([isinstance(item, TensorCollection) for item in found]):
+            hint = "value_and_grad returns (value, gradients): pass lambda *args: value_and_grad(loss)(*args)[::-1]."
     raise error(
         TypeError,
-        "sam: grad_fn must return a tree of gradients, or a tuple that begins with one.",
+        "sam: grad_fn returned neither a tree of gradients nor a tuple that begins with one.",
         expected="gradients, as tdfunc.grad returns them; (gradients, value) of torch.func.grad_and_value",
-        got=f"a tuple that begins with a {type(grads).__name__}" if isinstance(found, tuple) else type(grads).__name__,
-        hint="value_and_grad returns (value, gradients): pass lambda *args: value_and_grad(loss)(*args)[::-1]."
-        if swapped
-        else None,
+        got=got,
+        hint=hint,
     )
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import as_count, check_choice, check_finite, check_least, error
+from tdfunc.core.errors import as_count, brief, check_choice, check_finite, check_least, error
 from tdfunc.core.types import wide_default_dtype
 from tdfunc.optim._optimizer import Schedule
 
@@ -215,10 +215,10 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
             ValueError,
             "join_schedules: the number of boundaries does not fit the number of schedules.",
             expected="a boundary where each schedule but the first begins",
-            got=f"{len(schedules)} schedules, boundaries {list(boundaries)}",
+            got=f"{len(schedules)} schedules, boundaries {brief(list(boundaries))}",
         )
     if list(boundaries) != sorted(boundaries):
-        raise error(ValueError, "join_schedules: boundaries must ascend.", got=list(boundaries))
+        raise error(ValueError, "join_schedules: boundaries must ascend.", got=brief(list(boundaries)))
 
     def value(step: Tensor) -> Tensor:
         joined = _at(step, schedules[0](step))

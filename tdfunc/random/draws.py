@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.context import has_values, require_values
-from tdfunc.core.errors import UnsupportedError, as_count, error
+from tdfunc.core.errors import UnsupportedError, as_count, brief, error
 from tdfunc.core.shapes import int_or_ints
 from tdfunc.core.types import wide_default_dtype
 from tdfunc.random import splitmix
@@ -39,8 +39,10 @@ def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tens
         torch.Size([16, 3])
     """
     number = _as_number(seed, "key: seed")
-    place = number.device if isinstance(number, Tensor) and device is None else device
-    return splitmix.derive(torch.tensor([signed(splitmix.SEED), 1], device=place), _on(number, place), splitmix.SEED)
+    if device is None and isinstance(number, Tensor):
+        device = number.device
+    root = torch.tensor([signed(splitmix.SEED), 1], device=device)
+    return splitmix.derive(root, _on(number, device), splitmix.SEED)
 
 
 def key_of(given: KeyLike) -> Tensor:
@@ -73,9 +75,9 @@ def key_of(given: KeyLike) -> Tensor:
     if isinstance(given, bool | Tensor) or not hasattr(given, "__index__"):
         raise error(
             TypeError,
-            "rng, or key, must be a random key, a seed or a torch.Generator.",
+            "rng, or key, is not a random key, a seed or a torch.Generator.",
             expected="one key: int64 of shape (2,)",
-            got=f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given),
+            got=f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else brief(given),
             hint="tdfunc.random.key(seed) makes a key; tdfunc.Ensemble gives each member its own of one key.",
         )
     return key(operator.index(given))
@@ -235,13 +237,14 @@ def truncated_normal(
     _check_width("truncated_normal: upper must not be below lower", width, math.inf)
     # Probabilities are exact in the lower tail, so an interval above 0 is drawn from its mirror image.
     sign = 1 - 2 * (low > 0).to(torch.float64)
-    ends = torch.minimum(sign * low, sign * high), torch.maximum(sign * low, sign * high)
-    # torch.special.ndtr loses the tail, where erfc is exact.
-    start, stop = (torch.erfc(-x / math.sqrt(2.0)) / 2 for x in ends)
+    lowest = torch.minimum(sign * low, sign * high)
+    highest = torch.maximum(sign * low, sign * high)
+    # torch.special.ndtr of torch 2.13 is 0 in the tail, where erfc is exact.
+    start, stop = (torch.erfc(-x / math.sqrt(2.0)) / 2 for x in (lowest, highest))
     unit = _open_unit(key, shape, torch.float64)
     drawn = torch.special.ndtri(start + unit * (stop - start))
     if is_tensor or upper < _TAIL or lower > -_TAIL:
-        drawn = torch.where(ends[1] < _TAIL, _tail(unit, *ends), drawn)
+        drawn = torch.where(highest < _TAIL, _tail(unit, lowest, highest), drawn)
     return torch.clamp(sign * drawn, low, high).to(dtype)
 
 
@@ -450,36 +453,43 @@ def choice(key: Tensor, a: int | Tensor, shape: Shape = (), *, replace: bool = T
     if not replace and number > count:
         raise error(
             ValueError,
-            "choice: without replacement at most all choices can be drawn.",
+            f"choice: {number} draws without replacement are more than the {count} choices.",
             expected=f"at most {count}",
             got=number,
             hint="replace=True.",
         )
     if p is not None:
-        if p.shape != (count,):
-            raise error(ValueError, "choice: p must have a weight for each choice.", expected=count, got=list(p.shape))
-        least = 1 if replace else number
-        fits = (p >= 0).all() & p.isfinite().all() & ((p > 0).sum() >= least)
-        what = "choice: p must be finite and at least 0, and above 0 for as many choices as are drawn."
-        require_values(fits, lambda: error(ValueError, what, expected=f"{least} or more above 0"))
-    if p is None:
-        if replace:
-            drawn = randint(key, size, 0, count)
-        else:
-            drawn = permutation(key, count)[:number].reshape(size)
+        _check_weights(p, count, 1 if replace else number)
+        drawn = _choose_weighted(key, p, size, replace)
     elif replace:
-        # A number of at most 1 - 2^-53 times the last sum stays below it, also when it is rounded.
-        sums = p.to(torch.float64).cumsum(0)
-        drawn = torch.searchsorted(sums, unit(key, size, torch.float64) * sums[-1], right=True)
+        drawn = randint(key, size, 0, count)
     else:
-        # As the noise: the logarithm of 16 bits has a few digits.
-        weights = p.to(torch.promote_types(p.dtype, torch.float32))
-        # Noise of 16 bits would have ties.
-        noise = gumbel(key, (count,), dtype=wide_default_dtype())
-        drawn = (noise + weights.log()).topk(number).indices.reshape(size)
+        drawn = permutation(key, count)[:number].reshape(size)
     if isinstance(a, int):
         return drawn
     return a[drawn]
+
+
+def _check_weights(p: Tensor, count: int, least: int) -> None:
+    """Raise unless there is a weight for each choice, and `least` of them are above 0."""
+    if p.shape != (count,):
+        raise error(ValueError, "choice: p does not have a weight for each choice.", expected=count, got=list(p.shape))
+    fits = (p >= 0).all() & p.isfinite().all() & ((p > 0).sum() >= least)
+    what = "choice: p must be finite and at least 0, and above 0 for as many choices as are drawn."
+    require_values(fits, lambda: error(ValueError, what, expected=f"{least} or more above 0"))
+
+
+def _choose_weighted(key: Tensor, p: Tensor, size: tuple[int, ...], replace: bool) -> Tensor:
+    """Return the numbers of choices that are drawn by their weights."""
+    if replace:
+        # A number of at most 1 - 2^-53 times the last sum stays below it, also when it is rounded.
+        sums = p.to(torch.float64).cumsum(0)
+        return torch.searchsorted(sums, unit(key, size, torch.float64) * sums[-1], right=True)
+    # As the noise: the logarithm of 16 bits has a few digits.
+    weights = p.to(torch.promote_types(p.dtype, torch.float32))
+    # Noise of 16 bits would have ties.
+    noise = gumbel(key, (len(p),), dtype=wide_default_dtype())
+    return (noise + weights.log()).topk(math.prod(size)).indices.reshape(size)
 
 
 # -- words ----------------------------------------------------------------------------------------------------------
@@ -496,14 +506,14 @@ def _check_key(key: Tensor, call: str) -> None:
             TypeError,
             f"{call}: the key is not a random key.",
             expected="a tensor from tdfunc.random.key",
-            got=repr(given)[:80],
+            got=brief(given),
             hint=f"tdfunc.random.key({given!r}) makes one of a seed." if isinstance(given, int) else None,
         )
     if key.dtype == torch.int64 and key.shape == (2,):
         return
     raise error(
         TypeError,
-        f"{call}: key must be one random key.",
+        f"{call}: the key is not one random key.",
         expected="int64 of shape (2,)",
         got=f"{str(key.dtype).removeprefix('torch.')} of shape {tuple(key.shape)}",
         hint="tdfunc.random.key(seed) makes one; torch.vmap maps a function of one key over many.",
@@ -527,7 +537,7 @@ def _check_fit(call: str, size: tuple[int, ...], *parameters: Tensor) -> None:
     if torch.broadcast_shapes(size, *shapes) != torch.Size(size):
         raise error(
             ValueError,
-            f"{call}: the parameters must broadcast to shape.",
+            f"{call}: the parameters do not broadcast to shape.",
             expected=f"a shape that ends in {list(torch.broadcast_shapes(*shapes))}",
             got=f"shape {list(size)}",
         )
@@ -539,7 +549,7 @@ def _as_number(number: int | Tensor, what: str) -> int | Tensor:
         return number.to(torch.int64)
     if not isinstance(number, Tensor) and hasattr(number, "__index__"):
         return operator.index(number)
-    raise error(TypeError, f"{what} must be an integer.", got=repr(number), hint="torch.tensor(step) is one.")
+    raise error(TypeError, f"{what} must be an integer.", got=brief(number), hint="torch.tensor(step) is one.")
 
 
 def _as_bound(number: int | Tensor, key: Tensor) -> Tensor:
@@ -559,7 +569,7 @@ def _size(shape: Shape) -> tuple[int, ...]:
     else:
         size = tuple(given)
     if any([n < 0 for n in size]):
-        raise error(ValueError, "shape: no dimension may be negative.", got=list(size))
+        raise error(ValueError, "shape: a dimension is negative.", got=list(size))
     return size
 
 
@@ -584,9 +594,11 @@ _PRECISION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfl
 def _integers(key: Tensor, shape: Shape, dtype: torch.dtype, count: int) -> Tensor:
     """Return uniform integers in [-2^(count-1), 2^(count-1)) as floats that hold them exactly."""
     size = _size(shape)
-    return (_words(key, size) >> (64 - count) if count > 32 else splitmix.half_words(key, size) >> (32 - count)).to(
-        dtype
-    )
+    if count > 32:
+        integers = _words(key, size) >> (64 - count)
+    else:
+        integers = splitmix.half_words(key, size) >> (32 - count)
+    return integers.to(dtype)
 
 
 def _floating(dtype: torch.dtype | None, call: str) -> torch.dtype:

@@ -106,8 +106,10 @@ def half_words(key: Tensor, size: tuple[int, ...]) -> Tensor:
         keys (*B, 2) give (*B, *size), int32.
     """
     count = math.prod(size)
-    # torch cannot view zero words as another dtype.
-    return words(key, max(1, (count + 1) // 2)).view(torch.int32)[..., :count].reshape((*key.shape[:-1], *size))
+    # numpy's arrays of zero words have strides of which torch 2.13 takes no view of another dtype.
+    drawn = words(key, max(1, (count + 1) // 2))
+    halves = drawn.view(torch.int32)[..., :count]
+    return halves.reshape((*key.shape[:-1], *size))
 
 
 def half_bound(p: float) -> int:
@@ -156,8 +158,12 @@ def mask_by(key: Tensor, size: tuple[int, ...], p: Tensor, dtype: torch.dtype, *
     half = _words_plain(key, -(-count // 2)).view(torch.int32)[..., :count]
     quarter = _words_plain(key, -(-count // 4)).view(torch.int16)[..., :count]
     is_coarse = (steps >= 2**7) & (steps <= 2**16 - 2**7)
-    kept = torch.where(is_coarse, quarter < steps - 2**15, half.double() < ((p * 2**24).ceil() - 2**23) * 2**8)
-    scale = torch.where(is_coarse, 2**16 / steps.clamp(min=1), 1.0 / torch.where(p > 0, p, 1.0))
+    kept_coarse = quarter < steps - 2**15
+    kept_fine = half.double() < ((p * 2**24).ceil() - 2**23) * 2**8
+    kept = torch.where(is_coarse, kept_coarse, kept_fine)
+    scale_coarse = 2**16 / steps.clamp(min=1)
+    scale_fine = 1.0 / torch.where(p > 0, p, 1.0)
+    scale = torch.where(is_coarse, scale_coarse, scale_fine)
     # Kernels multiply 16-bit numbers in float32.
     scale = scale.to(torch.promote_types(dtype, torch.float32)).to(dtype)
     return (kept.to(dtype) * scale).reshape(*key.shape[:-1], *size)
@@ -198,25 +204,33 @@ class _Batched(Function):
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         key, number, run = args
         key_dim, number_dim, _ = in_dims
+        # The dimensions that keys and numbers broadcast to, without the one that is mapped.
         dims = key.dim() - 1 - (key_dim is not None)
         if isinstance(number, Tensor):
             dims = max(dims, number.dim() - (number_dim is not None))
         if key_dim is not None:
-            key = key.movedim(key_dim, 0)
-            key = key.reshape(key.shape[0], *[1] * (dims + 2 - key.dim()), *key.shape[1:])
+            key = _put_first(key, key_dim, dims + 2)
         if number_dim is not None:
-            number = number.movedim(number_dim, 0)
-            number = number.reshape(number.shape[0], *[1] * (dims + 1 - number.dim()), *number.shape[1:])
+            number = _put_first(number, number_dim, dims + 1)
         return _Batched.apply(key, number, run), 0
+
+
+def _put_first(x: Tensor, dim: int, dims: int) -> Tensor:
+    """Return a view with a dimension in first place, and after it as many new ones as make `dims` in all."""
+    x = x.movedim(dim, 0)
+    new = [1] * (dims - x.dim())
+    return x.reshape(x.shape[0], *new, *x.shape[1:])
 
 
 def _derive(key: Tensor, number: Tensor | int, salt: int) -> Tensor:
     """Return the keys (*S, 2) of keys (*A, 2) and numbers (*B), which broadcast."""
-    # The function below must not hold a tensor of a trace.
+    # The function below must not hold a tensor of a trace: it gets a number that is one from its arguments.
+    tensors: list[Tensor] = []
+    fixed = 0
     if isinstance(number, Tensor):
-        tensors, fixed = ([number], 0)
+        tensors = [number]
     else:
-        tensors, fixed = ([], number)
+        fixed = number
     size = torch.broadcast_shapes(key.shape[:-1], *[x.shape for x in tensors])
 
     def make(reads: list[Tensor]) -> list[Tensor]:
@@ -263,6 +277,11 @@ def _mask(key: Tensor, jump: int, what: Mask) -> Tensor:
     return _made(_Masks((jump, what)), Size((*key.shape[:-1], *what.size)), what.dtype, [key])
 
 
+# Masks of one kind: the kind, its numpy dtype, the places of the masks among all, and where each begins in the words.
+# A plain tuple for speed: each mask makes one. Any: a floating dtype.
+_Kind: TypeAlias = tuple[Mask, np.dtype[Any], list[int], list[int]]
+
+
 class _Masks:
     """The call that makes masks of one key, each from another place in its words on."""
 
@@ -272,12 +291,17 @@ class _Masks:
         kinds: dict[Mask, list[int]] = {}
         for i, (_, what) in enumerate(parts):
             kinds.setdefault(what, []).append(i)
-        self._kinds = [
-            (what, np.dtype(str(what.dtype).removeprefix("torch.")), places, [parts[i][0] for i in places])
-            for what, places in kinds.items()
-            if what.dtype is not torch.bfloat16 and what.kept <= torch.finfo(what.dtype).max
-        ]
+        self._kinds: list[_Kind] = []
+        for what, places in kinds.items():
+            # numpy has no bfloat16, and warns of a number that a dtype does not hold.
+            if what.dtype is torch.bfloat16 or what.kept > torch.finfo(what.dtype).max:
+                continue
+            dtype = np.dtype(str(what.dtype).removeprefix("torch."))
+            jumps = [parts[i][0] for i in places]
+            self._kinds.append((what, dtype, places, jumps))
+        # The numbers of the largest mask.
         self._most = max([math.prod(what.size) for what in kinds])
+        # Whether numpy makes all kinds.
         self._is_read = len(self._kinds) == len(kinds)
 
     def join(self, other: "_Masks") -> "_Masks":
@@ -301,8 +325,11 @@ def _jump(key: Tensor, jumps: list[int]) -> Words:
     """Return where masks of keys (*B, 2) begin, and the steps of the keys: columns (2, R, 1), in the order of jumps."""
     words: list[int] = key.flatten().tolist()
     pairs = [*zip(words[::2], words[1::2], strict=True)]
-    begins = [state + gamma * jump & _WORD for jump in jumps for state, gamma in pairs]
-    return np.array([begins, [gamma & _WORD for _, gamma in pairs] * len(jumps)], np.uint64)[..., None]
+    begins: list[int] = []
+    for jump in jumps:
+        begins += [state + gamma * jump & _WORD for state, gamma in pairs]
+    steps = [gamma & _WORD for _, gamma in pairs] * len(jumps)
+    return np.array([begins, steps], np.uint64)[..., None]
 
 
 def _made(make: Callable[[list[Tensor]], list[Tensor]], size: Size, dtype: torch.dtype, reads: list[Tensor]) -> Tensor:
@@ -383,14 +410,19 @@ def _derive_integers(key: Tensor, numbers: Iterable[int], salt: int) -> Tensor:
     for number in numbers:
         new_state = _mix_integer(_mix_integer(number * SEED + first & _WORD) ^ state)
         word = _mix_integer(number * SPLIT + second & _WORD) + gamma & _WORD
+        # The rounds of `_GAMMA`, written out for speed.
         word = (word ^ word >> 33) * 0xFF51AFD7ED558CCD & _WORD
         word = (word ^ word >> 33) * 0xC4CEB9FE1A85EC53 & _WORD
         word = (word ^ word >> 33) | 1
-        words.extend((new_state, word ^ _ODD_BITS if (word ^ word >> 1).bit_count() < 24 else word))
+        if (word ^ word >> 1).bit_count() < 24:
+            word ^= _ODD_BITS
+        words.append(new_state)
+        words.append(word)
     return torch.frombuffer(words, dtype=torch.int64)
 
 
 def _mix_integer(word: int) -> int:
+    # The rounds of `_STATE`, written out for speed.
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
     return word ^ word >> 31
@@ -405,8 +437,9 @@ def _derive_numpy(keys: Words, numbers: Words, salt: int, out: Words) -> Words:
     gamma = keys[..., 1]
     lanes = np.empty((2, *out.shape[:-1]), np.uint64)
     # The first hash of a lane starts from the other word of the key.
-    for lane, factor, other in ((lanes[0], _SEED, gamma), (lanes[1], _SPLIT, state)):
-        np.add(numbers * factor, other ^ np.uint64(salt), out=lane)
+    start = np.uint64(salt)
+    np.add(numbers * _SEED, gamma ^ start, out=lanes[0])
+    np.add(numbers * _SPLIT, state ^ start, out=lanes[1])
     flat = lanes.reshape(2, -1)
     shifted = np.empty_like(flat)
     _mix_numpy(flat, shifted, _ROUNDS)
@@ -448,8 +481,13 @@ def _blocks(begin: Words, step: Words, count: int, out: Words | None = None) -> 
         for i in range(0, len(begin), at_once):
             rows = slice(i, min(i + at_once, len(begin)))
             block, shifted = memory[:, : rows.stop - i, : len(index)]
-            block = np.multiply(index, step[rows], block if out is None else out[rows, columns])
-            np.add(block, begin[rows] + step[rows] * np.uint64(first) if first else begin[rows], block)
+            if out is not None:
+                block = out[rows, columns]
+            start = begin[rows]
+            if first:
+                start = start + step[rows] * np.uint64(first)
+            np.multiply(index, step[rows], block)
+            np.add(block, start, block)
             yield rows, columns, _mix_numpy(block, shifted, _ROUNDS)
 
 

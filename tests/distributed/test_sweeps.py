@@ -162,10 +162,10 @@ def _together(run, rung):
 REFUSALS = [
     (dict(block=0), ValueError, "block must be at least 1"),
     (dict(rungs=0), ValueError, "rungs must be at least 1"),
-    (dict(run=begin(8).set("key", begin(8)["key"] + 1)), ValueError, "must be new, or have the checkpoints"),
-    (dict(block=4), ValueError, "must be new, or have the checkpoints"),
+    (dict(run=begin(8).set("key", begin(8)["key"] + 1)), ValueError, "has checkpoints of another run"),
+    (dict(block=4), ValueError, "has checkpoints of another run"),
     (dict(rungs=1), ValueError, "1 rungs at most(?s:.*)2 rungs"),
-    (dict(rungs=3, train=_together), WorkerError, "members 0 to 3 must train together(?s:.*)too many"),
+    (dict(rungs=3, train=_together), WorkerError, "members 0 to 3 cannot be trained together(?s:.*)too many"),
     (
         dict(rungs=3, train=lambda run, rung: (run, torch.zeros(3))),
         tdf.BatchSizeError,

@@ -77,7 +77,7 @@ def share_statistics():
 
 MESSAGES = [
     # Stacking.
-    (lambda: tdf.stack_modules([]), ValueError, "there must be a module", "at least one", "[]"),
+    (lambda: tdf.stack_modules([]), ValueError, "`modules` is empty", "at least one", "[]"),
     (lambda: tdf.stack_modules(LAYER), TypeError, "modules must be a list", "Linear", "init_ensemble"),
     (lambda: tdf.stack_modules([nn.Sequential(nn.LazyLinear(2)) for _ in range(2)]), tdf.UnsupportedError,
      "stack_modules: '0.weight' of LazyLinear", "example input"),
@@ -100,7 +100,7 @@ MESSAGES = [
     (lambda: tdf.init_ensemble(lambda: drawn_outside(random.random), 2), tdf.UnsupportedError, "past the key",
      "Python's"),
     # Making an ensemble.
-    (lambda: tdf.MCDropout(APPLY, 4), tdf.UnsupportedError, "a dropout layer", "Linear"),
+    (lambda: tdf.MCDropout(APPLY, 4), tdf.UnsupportedError, "no dropout layer", "Linear"),
     (lambda: tdf.MCDropout(tdf.functional(nn.Dropout())[0], 0), ValueError, "members must be at least 1", "0"),
     (lambda: tdf.Ensemble(APPLY, "vmapp"), ValueError, "'loop', 'vmap'", "'vmapp'"),
     (lambda: tdf.Ensemble(LAYER), TypeError, "Apply", "Linear", "functional(model)"),
@@ -121,7 +121,7 @@ MESSAGES = [
      "2 shared leaves"),
     (lambda: tdf.Ensemble(APPLY, shared="trunk.*")(TREE, X), tdf.FilterError, "'trunk.*' matches no leaf"),
     (lambda: tdf.Ensemble(APPLY, shared="bias")(TREE, X), tdf.LeafMismatchError, "'bias'", "(2,)", "(3, 2)"),
-    (lambda: share_statistics(), tdf.UnsupportedError, "its own buffers", "Filter('running_*')", "Kind.PARAMETER"),
+    (lambda: share_statistics(), tdf.UnsupportedError, "share buffers", "Filter('running_*')", "Kind.PARAMETER"),
     (lambda: run([nn.LSTM(3, 4) for _ in range(3)], "vmap"), RuntimeError, "lstm"),
     (lambda: run([Returns(torch.ones(2).add)] * 3, "traced"), tdf.CaptureError, "a tensor"),
     (lambda: tdf.Ensemble(APPLY, "traced")(TREE.apply(lambda x: x.clone().requires_grad_()), X), tdf.UnsupportedError,

@@ -202,9 +202,9 @@ TREE = TensorDict({"w": META})
 WAITS = "aten._local_scalar_dense.default reads a value of the device"
 CPU, GPU = CudaGraphs(StandIn, "cpu"), CudaGraphs(StandIn, "meta")
 REFUSED = {
-    "another device": (CPU, lambda x, y: x, (X, {"a": META}), "argument 1['a'] must be on the device", "here cpu",
+    "another device": (CPU, lambda x, y: x, (X, {"a": META}), "argument 1['a'] is not on the device", "here cpu",
                        "meta, shape [3]", 'tree.to("cpu")'),
-    "by its name": ("cudagraphs", lambda tree: tree, (TensorDict({"w": X}),), "argument 0['w'] must be on the device",
+    "by its name": ("cudagraphs", lambda tree: tree, (TensorDict({"w": X}),), "argument 0['w'] is not on the device",
                     "cuda", "cpu, shape [3]", 'tree.to("cuda")', "without a backend"),
     "generator": (CPU, lambda x: x + torch.rand(3), (X,), "aten.rand.default draws from", "tdfunc.random"),
     "dropout": (CPU, nn.Dropout(), (X,), "draws from a generator", "`rng=`"),

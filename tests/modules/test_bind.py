@@ -281,7 +281,7 @@ def test_interleaved_generators_restore_and_raise(end):
     next(second)
     for generator in (first, second):
         with pytest.raises(
-            ConcurrencyError, match=r"left in order; its original weights are back[\s\S]*two generators"
+            ConcurrencyError, match=r"left out of order; its original weights are back[\s\S]*two generators"
         ):
             end(generator)
 

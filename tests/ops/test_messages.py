@@ -61,7 +61,7 @@ VALUES = [
     (lambda: TensorDict({"k": ["a"]}, [0]), BatchSizeError, r"'k': the leading.*\[0\].*\[1\]"),
     (lambda: TensorDict({"k": [A, B]}), LeafMismatchError, r"'k': the tensors of a list .*\[2, 3\] .*\[2\]"),
     (lambda: TensorDict([("a", 1)]), TypeError, "a mapping or a tree.*list"),
-    (lambda: TensorDict(torch.ones(2)), TypeError, "the source must be a mapping.*Tensor"),
+    (lambda: TensorDict(torch.ones(2)), TypeError, "the source is not a mapping.*Tensor"),
     (lambda: TensorDict({}, [1, 2], names=["a"]), ValueError, r"2 names.*\('a',\)"),
     (lambda: TensorDict({"p": {"q": 1}, ("p", "q"): 2}), MissingKeyError, "'p.q' is given twice"),
     (lambda: TensorDict({"p": {"q": 1}, ("p", "q", "r"): 2}), MissingKeyError, "'p.q' is given twice"),

@@ -71,7 +71,7 @@ def _check_matrices(params: TensorCollection, leaves: Leaves) -> None:
     for i, leaf in enumerate(leaves):
         if leaf.dim() - len(params._batch_size) != 2:
             raise LeafMismatchError(
-                f"muon: the leaf {path_of(params, i)!r} of params must be a matrix.",
+                f"muon: the leaf {path_of(params, i)!r} of params is not a matrix.",
                 expected=f"shape {[*params._batch_size, 'rows', 'columns']}",
                 got=f"shape {list(leaf.shape)}",
                 hint='multi({"layers.*.weight": muon(), "*": adamw()}) gives the other leaves to adamw.',

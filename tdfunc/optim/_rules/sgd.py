@@ -54,7 +54,7 @@ def sgd(
     if nesterov and (not moving or dampening != 0.0):
         raise error(
             ValueError,
-            "sgd: nesterov must have momentum and no dampening.",
+            "sgd: nesterov is set without momentum, or with dampening.",
             expected="momentum > 0, dampening = 0",
             got=f"momentum = {momentum}, dampening = {dampening}",
         )

@@ -168,7 +168,7 @@ def schedule_free(optimizer: Optimizer, beta: float = 0.9, *, lr_power: float = 
     if not isinstance(optimizer, Optimizer):
         raise error(
             TypeError,
-            "schedule_free: the optimizer must be a single rule.",
+            "schedule_free: the optimizer is not a single rule.",
             expected="sgd(...), adamw(...), ...",
             got=type(optimizer).__name__,
             hint="the others go around it: chain(clip_by_global_norm(1.0), schedule_free(sgd())).",
