@@ -148,7 +148,7 @@ def test_a_worker_that_raises(tmp_path, num_workers):
     """The error names the member, its values and the rung; nothing is trained again."""
     run = begin(64)
     lr = f"{run['hyper', 'lr'][37].item():.6g}"
-    pattern = rf"member 37 must train:(?s:.*)hyper\.lr={lr}(?s:.*)rung 1(?s:.*)FloatingPointError: no"
+    pattern = rf"member 37 cannot be trained:(?s:.*)hyper\.lr={lr}(?s:.*)rung 1(?s:.*)FloatingPointError: no"
     with pytest.raises(WorkerError, match=pattern):
         sweep.train_blocks(run, fail_at_37, RUNGS, folder=tmp_path, block=16, num_workers=num_workers)
 
