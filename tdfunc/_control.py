@@ -534,7 +534,7 @@ def _unpack_tree(code: Any, leaves: list[Tensor], known: list[Any]) -> Any:
     voted = rebuilt_size(cls, tuple(children), context)[0]
     if voted is not None:
         for i, child in enumerate(children):
-            # A stack of values keeps its length: dynamo cannot compare it.
+            # A stack of values keeps its length: dynamo (torch 2.13) cannot compare it.
             if not isinstance(child, NonTensorStack):
                 children[i] = _follow(child, Size(size), voted)
         context = context._replace(batch_size=voted)

@@ -369,7 +369,7 @@ def update_bn(
     narrow = _narrow_norms(fresh)
     totals: dict[Path, Tensor] = {}
     run = apply._vary(cumulative)
-    # The share of a batch is a Python number in torch's BatchNorm, which vmap cannot read.
+    # The share of a batch is a Python number in torch's BatchNorm (2.13), which vmap cannot read.
     if params._batch_size:
         run = Ensemble(run, "loop")
     key = None

@@ -245,7 +245,7 @@ def in_function_mode() -> bool:
 
 def modes() -> tuple[Any, ...]:
     """Return the thread's settings that change the results of torch functions."""
-    # torch.get_default_device makes a tensor to find the index of a device without one.
+    # torch.get_default_device (2.13) makes a tensor to find the index of a device without one.
     devices: tuple[torch.device, ...] = ()
     if torch._C._len_torch_function_stack():
         devices = tuple([m.device for m in _get_current_function_mode_stack() if isinstance(m, DeviceContext)])

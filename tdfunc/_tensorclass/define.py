@@ -257,7 +257,7 @@ class Field(property):
             try:
                 node = instance._data[name]
             except KeyError:
-                # None, and for dynamo a guard that the field is empty: it sets none on a lookup that fails.
+                # None, and for dynamo (2.13) a guard that the field is empty: it sets none on a lookup that fails.
                 return instance._data.get(name)
             if type(node) is Tensor or not isinstance(node, NonTensorBase):
                 return node

@@ -90,7 +90,7 @@ def _resolve(annotation: Any, scope: dict[str, Any], names: Mapping[str, Any]) -
 def resolve_again(cls: Any) -> None:
     """Read the annotations again that were not resolved when the class was defined; Any where they still are not."""
     pending = {key: hint for key, hint in cls._hints.items() if type(hint) is Unresolved}
-    # Dynamo cannot trace it; the first eager call does it.
+    # Dynamo (torch 2.13) cannot trace it; the first eager call does it.
     if not pending or is_compiling():
         return
     for key, hint in pending.items():

@@ -203,7 +203,7 @@ class TensorCollection(Slots):
         try:
             return self._data[key]
         except KeyError:
-            # For dynamo, a guard that the key does not exist: it sets none on a lookup that fails.
+            # For dynamo (torch 2.13), a guard that the key does not exist: it sets none on a lookup that fails.
             self._data.get(key)
             raise missing((key,), self._data, node=self) from None
 

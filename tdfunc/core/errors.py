@@ -184,7 +184,7 @@ class _Explained(Exception):
     def __init__(
         self, what: object = "", *, expected: object = None, got: object = None, hint: str | None = None
     ) -> None:
-        # `BaseException.__new__` has set `args` to `what`; dynamo cannot trace `super().__init__` here.
+        # `BaseException.__new__` has set `args` to `what`; dynamo (2.13) cannot trace `super().__init__`.
         if expected is not None or got is not None or hint is not None:
             self.args: tuple[str, ...] = (explain(what, expected=expected, got=got, hint=hint),)
 

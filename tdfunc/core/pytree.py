@@ -203,7 +203,7 @@ def _taken_dim(children: tuple[Any, ...], context: Context, dim: int, ndim: int)
     """Return the first dimension, not in front of `dim`, that vmap has taken from the leaves of a lazy stack."""
     old_ndim = len(context.batch_size)
     if is_compiling():
-        # dynamo cannot read from a tensor the dimension that vmap took.
+        # dynamo (torch 2.13) cannot read from a tensor the dimension that vmap took.
         if ndim == old_ndim or dim >= old_ndim - 1:
             return None
         return dim

@@ -68,7 +68,8 @@ class Apply:
         self._recomputes = is_recomputing(template)
         # The code that puts leaves into the slots of skeletons, by those slots.
         self._fillers: dict[Hashable, Straight] = {}
-        # Dynamo and make_fx cannot trace a deep copy: one skeleton is ready, and compiled regions have their own.
+        # Dynamo and make_fx (torch 2.13) cannot trace a deep copy: one skeleton is ready, and compiled regions have
+        # their own.
         self._pool = deque([self._new_skeleton()])
         self._traced = self._new_skeleton()
         # None until a watched call.

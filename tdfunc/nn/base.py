@@ -97,7 +97,8 @@ class TensorDictModuleBase(nn.Module):
         """Return True if a module has `in_keys` and `out_keys`, so that it can be part of a `TensorDictSequential`."""
         return hasattr(module, "in_keys") and hasattr(module, "out_keys")
 
-    # torch.vmap names its function for each output; without a name it prints the module, which dynamo cannot trace.
+    # torch.vmap names its function for each output; without a name it prints the module, which dynamo (torch 2.13)
+    # cannot trace.
     @property
     def __name__(self) -> str:
         return self._get_name()

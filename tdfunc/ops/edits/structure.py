@@ -177,7 +177,7 @@ def _nest(entries: Iterable[_Placed], like: TensorCollection, at: Path) -> Any:
     return made
 
 
-# A function of the module: dynamo does not trace the annotations of one inside.
+# A function of the module: dynamo (torch 2.13) does not trace the annotations of one inside.
 def _moved_path(source: Path, target: Path, path: Path) -> Path | None:
     """Return a path after a rename; None for a path below the target, whose leaf is overwritten."""
     n = len(source)

@@ -78,8 +78,8 @@ def map_bytes(fd: int, path: str | None, size_bytes: int, mode: MapMode) -> Any:
             f"{path}: the file cannot be mapped: {err}",
             hint="a process may have about 65,000 mappings (sysctl vm.max_map_count): stack small leaves.",
         ) from err
-    # The storage of a private mapping claims to be in shared memory and cannot be sent to a process; through numpy
-    # it does not. A shared one must stay as it is: re-wrapped, multiprocessing would move it to a copy.
+    # In torch 2.13 the storage of a private mapping claims to be in shared memory and cannot be sent to a process;
+    # through numpy it does not. A shared one must stay as it is: re-wrapped, multiprocessing would move it to a copy.
     if mode == "c":
         return torch.from_numpy(flat.numpy())
     return flat
