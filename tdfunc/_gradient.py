@@ -113,7 +113,9 @@ def value_and_grad(
             _check_pair(out)
             return _check_value(out[0]), aux.split(out[1])
 
-        leaves = [[entry.leaf for entry in choice] for choice in choices]
+        leaves: list[list[Tensor]] = []
+        for choice in choices:
+            leaves.append([entry.leaf for entry in choice])
         # torch.func returns the gradients first.
         columns, value = torch.func.grad_and_value(inner, has_aux=has_aux)(leaves)
         if has_aux:

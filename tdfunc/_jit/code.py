@@ -29,11 +29,11 @@ _PACKETS = """
     empty.memory_format
 """
 # torch's own bindings of these take the same arguments and are called faster than an OpOverload.
-BINDINGS: dict[Any, str] = {
-    getattr(getattr(aten, name), kind): name
-    for name, kind in [spelling.split(".") for spelling in _PACKETS.split()]
-    if hasattr(torch, name)
-}
+BINDINGS: dict[Any, str] = {}
+for _spelling in _PACKETS.split():
+    _name, _overload = _spelling.split(".")
+    if hasattr(torch, _name):
+        BINDINGS[getattr(getattr(aten, _name), _overload)] = _name
 # Methods that take sizes or dimensions one by one.
 _SPREAD: dict[Any, str] = {aten.view.default: "view", aten._unsafe_view.default: "view", aten.expand.default: "expand"}
 # With a method of this name and a "_" that overwrites the first operand.

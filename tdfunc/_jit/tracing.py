@@ -159,9 +159,10 @@ class Recorder(TorchDispatchMode):
 
     def call(self, fn: Callable[[list[Tensor], list[Tensor]], None], writes: list[Tensor], reads: list[Tensor]) -> None:
         """Record a call of `fn(writes, reads)`, made at each replay on real tensors; `fn` writes to the first."""
-        nodes = [[self._node(tensor) for tensor in tensors] for tensors in (writes, reads)]
-        node = self._tracer.graph.create_node("call_function", Deferred(fn), tuple(nodes), {})
-        node.meta["writes"] = nodes[0]
+        written = [self._node(tensor) for tensor in writes]
+        read = [self._node(tensor) for tensor in reads]
+        node = self._tracer.graph.create_node("call_function", Deferred(fn), (written, read), {})
+        node.meta["writes"] = written
 
     def make(
         self, fn: Callable[[list[Tensor]], list[Tensor]], like: Callable[[], Tensor], reads: list[Tensor]

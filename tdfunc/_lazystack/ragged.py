@@ -215,7 +215,10 @@ def _pad_leaves(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding:
     full = _largest([leaf.shape for leaf in leaves])
     value = padding.value(at)
     # The dimensions in which the lengths differ, counted from 1.
-    ragged = [i + 1 for i, length in enumerate(full) if any(leaf.shape[i] != length for leaf in leaves)]
+    ragged: list[int] = []
+    for i, length in enumerate(full):
+        if any([leaf.shape[i] != length for leaf in leaves]):
+            ragged.append(i + 1)
     if padding.only is not None:
         ragged = [_only_place(leaves, ragged, padding.only, at)]
     if not keeps_number(value, leaves[0].dtype):

@@ -37,7 +37,7 @@ def average_files(
         trees = share_ties(sources, [chosen_part(source, part) for source in sources])
         for source, tree in zip(sources, trees, strict=True):
             refuse_adapters("average", source.path, tree)
-        rows = [{one.paths: one for one in stored_leaves(tree)} for tree in trees]
+        rows = list(map(_by_paths, trees))
         _check_same(paths, rows)
         leaves = list(rows[0].values())
         kept = kept_leaves(first)
@@ -95,6 +95,11 @@ def _factors(weights: Sequence[float] | None, count: int) -> list[float]:
         what = "--weights has a sum of 0 or infinity, or one that is lost in rounding; the mean divides by it."
         raise error(ValueError, what, got=got)
     return factors
+
+
+def _by_paths(tree: TensorCollection) -> dict[tuple[Path, ...], Stored]:
+    """Return the stored leaves of a file by their paths."""
+    return {one.paths: one for one in stored_leaves(tree)}
 
 
 def _in_each(one: Stored, rows: Rows) -> list[Stored]:

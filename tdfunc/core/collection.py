@@ -434,7 +434,7 @@ def _rows(first: TensorCollection, others: Sequence[TensorCollection]) -> list[I
     if all([isinstance(o, TensorCollection) and list(o._data) == keys for o in others]):
         return [o._data.values() for o in others]
     check_keys(first, others)
-    return [[o._data[key] for key in keys] for o in others]
+    return [list(map(o._data.__getitem__, keys)) for o in others]
 
 
 def check_keys(first: TensorCollection, others: Sequence[TensorCollection]) -> None:

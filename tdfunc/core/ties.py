@@ -27,7 +27,10 @@ def under(ties: Ties, key: str) -> Ties:
 
 def lift(ties: Ties, key: str) -> Ties:
     """Return a child's groups as its parent sees them."""
-    return tuple(tuple((key, *path) for path in group) for group in ties)
+    groups: list[Group] = []
+    for group in ties:
+        groups.append(tuple([(key, *path) for path in group]))
+    return tuple(groups)
 
 
 def remap(ties: Ties, rename: Callable[[Path], Path | None]) -> Ties:

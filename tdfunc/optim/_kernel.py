@@ -3,7 +3,7 @@
 A trace records it as a function of two flat lists, the tensors that it writes and those that it only reads.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_not
@@ -121,7 +121,9 @@ def step_in_place(rule: Rule, hyper: Mapping[str, Any], layout: Layout, writes: 
         for i, leaf in enumerate(written.params):
             groups.setdefault((leaf.dtype, leaf.device), []).append(i)
         for group in groups.values():
-            slots = {slot: [leaves[i] for i in group] for slot, leaves in written.slots.items()}
+            slots: dict[str, Leaves] = {}
+            for slot, leaves in written.slots.items():
+                slots[slot] = [leaves[i] for i in group]
             params = [written.params[i] for i in group]
             grads = [read.grads[i] for i in group]
             work = Work(params, grads, slots, dict(numbers.scalars), numbers.step, read.count.dim())
@@ -305,7 +307,10 @@ def _fused_by_member(rule: Rule, fused: Fused, work: Work, values: Values) -> bo
             columns.append([value] * size.numel())
     lists = [work.params, work.grads, *work.slots.values()]
     # For each list, the leaves of each member.
-    views = [zip(*[leaf.flatten(0, len(size) - 1).unbind(0) for leaf in leaves], strict=True) for leaves in lists]
+    views: list[Iterable[tuple[Tensor, ...]]] = []
+    for leaves in lists:
+        by_leaf = [leaf.flatten(0, len(size) - 1).unbind(0) for leaf in leaves]
+        views.append(zip(*by_leaf, strict=True))
     for row, *leaves in zip(zip(*columns, strict=True), *views, strict=True):
         params, grads, *slots = map(list, leaves)
         own: Values = dict(zip(numbers, row, strict=True))

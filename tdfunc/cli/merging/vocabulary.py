@@ -114,7 +114,10 @@ def make_vocabulary(config: Config, models: Sequence[str]) -> Vocabulary:
             note(f"{safe(name)}: {count_text(lost, 'token')} {'is' if lost == 1 else 'are'} not in the result")
     step = config.pad_to_multiple_of or 1
     size = -(-count // step) * step
-    rows = {name: torch.tensor([words[name].get(word, -1) for word in tokens]) for name in models}
+    rows: dict[str, Tensor] = {}
+    for name in models:
+        numbers = words[name]
+        rows[name] = torch.tensor([numbers.get(word, -1) for word in tokens])
     return Vocabulary(made, base, size, count, sizes, rows)
 
 

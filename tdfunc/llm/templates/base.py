@@ -375,7 +375,11 @@ class AbstractPieceTemplate(AbstractTemplate):
     ) -> list[str]:
         self._coverage.check(conversations, is_prompt=generation_prompt)
         ends = {"generation_prompt": generation_prompt, "open_end": open_end}
-        return ["".join([piece.text for piece in self.pieces(each, **ends)]) for each in conversations]
+        texts: list[str] = []
+        for conversation in conversations:
+            pieces = self.pieces(conversation, **ends)
+            texts.append("".join([piece.text for piece in pieces]))
+        return texts
 
     @property
     def _coverage(self) -> Coverage:
