@@ -145,7 +145,9 @@ def _factor_rows(setting: Setting, parts: dict[str, Tensor], routes: _Routes) ->
             expected=f"a multiple of {rows} tokens",
             got=f"{routes.num_tokens} tokens",
         )
+    # The tokens come row by row, as many in each row.
     rows_S = routes.tokens_S // (routes.num_tokens // rows)
+    # The adapter of each pair: the row of its token, and its expert.
     at = (rows_S, routes.experts_S)
     a, b = torch.vmap(factors)(parts)
     pairs = torch.arange(len(routes.experts_S), device=routes.experts_S.device)

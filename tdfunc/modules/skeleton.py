@@ -542,15 +542,24 @@ class _Objects:
         if id(value) not in left or isinstance(value, Poison):
             return
         left.discard(id(value))
+        if isinstance(value, (Tensor, np.ndarray)):
+            self._note_constant(value)
+        elif not _is_value(value):
+            self._note_object(value)
+            self._parts.append(value)
+            for _, child in _children_of(value):
+                self._note(child, left)
+
+    def _note_constant(self, value: Tensor | np.ndarray) -> None:
         if isinstance(value, np.ndarray):
             self._constants.append(value)
-            return
-        if isinstance(value, Tensor):
-            # Tensors of inference mode have no version counter.
-            if not value.is_inference():
-                self._constants.append(value)
-                self._originals.append(value.detach().clone())
-            return
+        # Tensors of inference mode have no version counter.
+        elif not value.is_inference():
+            self._constants.append(value)
+            self._originals.append(value.detach().clone())
+
+    def _note_object(self, value: Any) -> None:
+        """Note how a change to an object shows, but not to the objects in it."""
         if isinstance(value, (dict, list, set, deque)):
             self.containers.append(_keep(value))
         elif _is_plain(value) and not _slots_of(value):
@@ -559,13 +568,7 @@ class _Objects:
             if isinstance(value, nn.Module):
                 self._is_known = False
         elif not isinstance(value, _FROZEN):
-            # Objects that hash by their value do not change it.
-            if type(value).__hash__ not in (None, object.__hash__):
-                return
             self._is_known = False
-        self._parts.append(value)
-        for _, child in _children_of(value):
-            self._note(child, left)
 
     def mark(self) -> None:
         """Note the state before the first call, when nothing else holds the objects."""
@@ -600,6 +603,13 @@ class _Objects:
         return sum(map(sys.getrefcount, self._parts)) == self.count
 
 
+def _is_value(value: Any) -> bool:
+    """Return whether an object hashes by its value, and so does not change it."""
+    if isinstance(value, (dict, list, set, deque, *_FROZEN)) or (_is_plain(value) and not _slots_of(value)):
+        return False
+    return type(value).__hash__ not in (None, object.__hash__)
+
+
 def _stores_of(modules: list[nn.Module]) -> list[dict[str, Any]]:
     """Return the tables of parameters and buffers."""
     return [table for m in modules for table in (m._parameters, m._buffers)]
@@ -627,7 +637,13 @@ def _values(container: Any) -> Iterable[Any]:
 def _restore(kept: list[Kept]) -> None:
     """Refill the containers that changed: by identity, since comparing tensors computes."""
     for container, before in kept:
-        if len(container) != len(before) or not all(map(is_, _values(container), _values(before))):
+        # Keys as well as values: a value may have got another name.
+        is_same = (
+            len(container) == len(before)
+            and all(map(is_, container, before))
+            and all(map(is_, _values(container), _values(before)))
+        )
+        if not is_same:
             _refill(container, before)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tdfunc.core.context import has_values
 from tdfunc.optim._lists import Coefficient, Leaves, Lists, widen
-from tdfunc.optim._rule import Rule, Slots, Values, Work, read_values
+from tdfunc.optim._rule import Rule, Slots, Values, Work, number_of_step, read_values
 
 _FUSED_DEVICES = ("cpu", "cuda")
 # torch 2.13's fused SGD is wrong on the CPU for vectors of 16-bit numbers.
@@ -136,7 +136,7 @@ def _read_numbers(rule: Rule, hyper: Mapping[str, Any], written: Written, read: 
     return _Numbers(
         values={name: _number(value) for name, value in values.items()},
         scalars={name: _number(_merge(value).double()) for name, value in written.scalars.items()},
-        step=_number(count.double()) + 1,
+        step=number_of_step(_number(count.double())),
     )
 
 
@@ -366,7 +366,8 @@ def shorten(rule: Rule, hyper: Mapping[str, Any], layout: Layout, writes: Leaves
 
     def run(writes: Leaves, reads: Leaves) -> bool:
         slots = {slot: writes[span] for slot, span in spans.items()}
-        work = Work(writes[:n], reads[:n], slots, {}, float(reads[n][first]) + 1.0, len(first))
+        number = number_of_step(float(reads[n][first]))
+        work = Work(writes[:n], reads[:n], slots, {}, number, len(first))
         values = dict(floats)
         for name, value in zip(names, reads[n + 1 :], strict=True):
             if value.dim():

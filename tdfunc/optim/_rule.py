@@ -65,6 +65,11 @@ class Rule:
     upgrade: Callable[[Any], Any] | None = None
 
 
+def number_of_step(count: Coefficient) -> Coefficient:
+    """Return the number of a step, counted from 1, after so many earlier steps."""
+    return count + 1
+
+
 def decay(
     ops: Lists, work: Work, values: Values, *, decoupled: bool = False, maximize: bool = False
 ) -> tuple[Leaves, Leaves]:

@@ -1,4 +1,8 @@
-"""One step of a rule on all leaves: by a kernel on real tensors, leaf by leaf in transforms and compilers."""
+"""One step of a rule on all leaves: by a kernel on real tensors, leaf by leaf in transforms and compilers.
+
+`Optimizer.update` checks its trees and makes a `Run` of their leaves. `Run.step` calls the kernel (`step_in_place`), or
+`_step_plain`; both end in the functions of a `Rule`.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +18,7 @@ from tdfunc.optim._base import How
 from tdfunc.optim._kernel import Layout, Read, Replay, Written, promote, shorten, step_in_place
 from tdfunc.optim._lists import Leaves, Lists, restore
 from tdfunc.optim._modes import carry_graph, select_members, takes_kernels
-from tdfunc.optim._rule import Rule, Slots, Values, Work, read_values
+from tdfunc.optim._rule import Rule, Slots, Values, Work, number_of_step, read_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +100,7 @@ class Run:
         if not params:
             return params, slots, scalars
         numbers: Values = {name: value.double() for name, value in scalars.items()}
-        work = promote(Work(params, grads, slots, numbers, self.count.double() + 1, self.count.dim()))
+        work = promote(Work(params, grads, slots, numbers, number_of_step(self.count.double()), self.count.dim()))
         values = read_values(self.rule.name, self.hyper, self.count, self.tensors, self.count.shape)
         self.rule.lists(Lists(inplace=False), work, values)
         new = restore(work.params, params)

@@ -388,7 +388,18 @@ def add(array):
     return array[0]
 
 
+def rename(table, key):
+    """Give the value of the last key a longer key; return the length of the old one."""
+    old = list(table)[-1]
+    table[old + key] = table.pop(old)
+    return len(old)
+
+
 STATES = {
+    "a key of a dict": (lambda: {"a": 0.0}, lambda m: rename(m.state, "a")),
+    "a key of a dict in a list": (lambda: [{"a": 0.0}], lambda m: rename(m.state[0], "a")),
+    "the name of an attribute": (lambda: 0.0, lambda m: rename(m.__dict__, "a")),
+    "the name of an attribute of an object": (lambda: Holder(0.0), lambda m: rename(m.state.__dict__, "a")),
     "an attribute": (lambda: 0.0, lambda m: bump(m, "state")),
     "a layer of torch": (lambda: nn.LayerNorm(3), lambda m: bump(m.state, "eps")),
     "a layer in a list": (lambda: [nn.LayerNorm(3)], lambda m: bump(m.state[0], "eps")),

@@ -159,7 +159,7 @@ def pack(rows: Rows) -> Packed:
     shape = (max(len(found), 1), size)
     ids = torch.zeros(shape, dtype=torch.int64)
     positions = torch.zeros(shape, dtype=torch.int64)
-    numbers = torch.zeros(shape, dtype=torch.int64)
+    row_numbers = torch.zeros(shape, dtype=torch.int64)
     place = torch.zeros(rows.ids.shape, dtype=torch.int64)
     tokens = rows.ids.cpu()
     for i, members in enumerate(found):
@@ -169,11 +169,11 @@ def pack(rows: Rows) -> Packed:
             part = slice(start, start + length)
             ids[i, part] = tokens[row, :length]
             positions[i, part] = torch.arange(length)
-            numbers[i, part] = number
+            row_numbers[i, part] = number
             place[row, :length] = i * size + torch.arange(start, start + length)
             start += length
         # The rest of a bin is also a row.
         positions[i, start:] = torch.arange(size - start)
-        numbers[i, start:] = len(members)
+        row_numbers[i, start:] = len(members)
     device = rows.ids.device
-    return Packed(ids.to(device), positions.to(device), numbers.to(device), place.to(device))
+    return Packed(ids.to(device), positions.to(device), row_numbers.to(device), place.to(device))

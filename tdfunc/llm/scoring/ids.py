@@ -206,14 +206,14 @@ def _run_rows(lm: CausalLM, params: Any, rows: Rows, *, buffers: Any, rng: Any) 
         raise _hidden_values(lm)
     if by_length:
         return _run_by_length(rows, run)
-    bins = pack(rows)
+    packed = pack(rows)
     mask = None
     if lm.packing == "mask":
         own = lm.base_of(params)[1]
         dtype = next(leaf.dtype for leaf in own.leaves() if leaf.is_floating_point())
-        mask = bins.mask(dtype)
-    found = run(bins.ids, bins.positions, mask)
-    return found._replace(states=found.states.flatten(0, 1)[bins.place])
+        mask = packed.mask(dtype)
+    found = run(packed.ids, packed.positions, mask)
+    return found._replace(states=found.states.flatten(0, 1)[packed.place])
 
 
 def _run_by_length(rows: Rows, run: Callable[[Tensor], _Outputs]) -> _Outputs:

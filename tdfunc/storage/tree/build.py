@@ -50,7 +50,7 @@ class _Builder:
         marked = set(plan.flags)
         self._kinds = {flags: kind_of(flags) for flags in {*marked, *_KINDS, ""}}
         self._has_kinds = any([self._kinds[flags] for flags in marked])
-        objects = [number for number in plan.rich if plan.nodes[number].get("class") == OBJECT]
+        objects = [number for number in plan.special if plan.nodes[number].get("class") == OBJECT]
         self._keeps_objects = not objects or (not isinstance(classes, (type, Mapping)) and PlainObject in classes)
         self._ties = ties_of(plan)
         if self._ties and not self._keeps_objects:
@@ -64,7 +64,7 @@ class _Builder:
             numbers = self._plan.below(root)
         # A node comes after the one that it is in, so going back its sub-trees are there.
         for number in reversed(numbers):
-            if number in self._plan.rich or number in self._ties:
+            if number in self._plan.special or number in self._ties:
                 self._built[number] = self._special(number)
             else:
                 self._built[number] = self._plain(number)
@@ -73,6 +73,8 @@ class _Builder:
     def _plain(self, number: int) -> TensorCollection:
         """Return a node of tensors and trees."""
         # There may be thousands, so the steps stay in one function: calls would take as long as they do.
+        # Keys and items are one for each entry; values and flags of leaves are one for each leaf. Sub-trees stand
+        # between leaves in any order, so that both must be spread over the items.
         plan = self._plan
         keys = plan.keys[number]
         start = plan.starts[number]
@@ -83,14 +85,14 @@ class _Builder:
             values = [self._leaves[leaf] for leaf in range(start, end)]
         if end - start != len(keys):
             rest = iter(values)
-            values = [self._built[what["tree"]] if type(what) is dict else next(rest) for what in plan.items[number]]
+            values = [self._built[item["tree"]] if type(item) is dict else next(rest) for item in plan.items[number]]
         data: dict[str, Any] = dict(zip(keys, values, strict=False))
         if len(data) != len(keys):
             raise _twice(number)
         static = None
         if self._has_kinds:
             rest = iter(plan.flags[start:end])
-            flags = ["" if type(what) is dict else next(rest) for what in plan.items[number]]
+            flags = ["" if type(item) is dict else next(rest) for item in plan.items[number]]
             kinds = self._kinds_of(keys, flags)
             if kinds:
                 static = Static(kinds)
@@ -147,29 +149,29 @@ class _Builder:
             outer = Size(())
         values: list[Any] = []
         found: list[str] = []
-        for what in plan.items[number]:
-            if type(what) is dict:
-                value = self._read_object(what, outer)
-                flags = what.get("flags", "")
+        for item in plan.items[number]:
+            if type(item) is dict:
+                value = self._read_object(item, outer)
+                flags = item.get("flags", "")
             else:
                 value = self._leaves[leaf]
                 flags = plan.flags[leaf]
                 if IS_VALUE in flags:
                     # The fourth part of an item is the shape of the value.
-                    shape = what[3] if len(what) > 3 else outer
+                    shape = item[3] if len(item) > 3 else outer
                     value = NonTensorData(value, _batch(shape, outer))
                 leaf += 1
             values.append(value)
             found.append(flags)
         return values, found
 
-    def _read_object(self, what: dict[str, Any], outer: Size) -> Any:
+    def _read_object(self, item: dict[str, Any], outer: Size) -> Any:
         """Return the value of an item that is an object: a sub-tree, a tied leaf or non-tensor data."""
-        if "tree" in what:
-            return self._built[what["tree"]]
-        if "tie" in what:
-            return self._leaves[self._plan.tied[what["tie"]]]
-        return _nontensor(what, outer)
+        if "tree" in item:
+            return self._built[item["tree"]]
+        if "tie" in item:
+            return self._leaves[self._plan.tied[item["tie"]]]
+        return _nontensor(item, outer)
 
 
 def _twice(number: int) -> CorruptCheckpointError:
@@ -257,12 +259,12 @@ def _batch(shape: Any, size: Size) -> Size:
     return shape
 
 
-def _nontensor(what: dict[str, Any], size: Size) -> NonTensorBase:
-    shape = _batch(what.get("shape", size), size)
-    if "value" in what:
-        return NonTensorData(what["value"], shape)
-    array = np.empty(len(what["values"]), dtype=object)
-    for i, value in enumerate(what["values"]):
+def _nontensor(item: dict[str, Any], size: Size) -> NonTensorBase:
+    shape = _batch(item.get("shape", size), size)
+    if "value" in item:
+        return NonTensorData(item["value"], shape)
+    array = np.empty(len(item["values"]), dtype=object)
+    for i, value in enumerate(item["values"]):
         array[i] = value
     return NonTensorStack._wrap(array.reshape(shape))
 
@@ -298,7 +300,7 @@ def _are_alike(trees: Sequence[Any]) -> bool:
 
 def check_classes(plan: Description, classes: Classes) -> None:
     """Raise unless this process has the classes of all nodes of a description."""
-    for number in plan.rich:
+    for number in plan.special:
         name = plan.nodes[number].get("class")
         if name is not None and name not in (OBJECT, lazy_name()):
             resolve_class(name, classes, plan.keys[number])

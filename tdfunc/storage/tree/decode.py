@@ -74,7 +74,7 @@ class Description:
         # The number of keys in the description, without the keys in values.
         self.fields: int = len(doc)
         # Nodes with more than tensors, trees, and the fields that both inherit.
-        self.rich: set[int] = set()
+        self.special: set[int] = set()
         self._aliases: dict[tuple[int, str], Any] = {}
         self._prefixes: list[str | None] = ["", *[None] * (count - 1)]
         self._lengths = [0] * count
@@ -131,7 +131,7 @@ class Description:
         found: dict[int, None] = {}
         for number in self.below(root):
             found.update(dict.fromkeys(range(self.starts[number], self.starts[number + 1])))
-            if number not in self.rich:
+            if number not in self.special:
                 continue
             for what in self.items[number]:
                 if type(what) is dict and "tie" in what:
@@ -177,7 +177,7 @@ class Description:
         if "own" in node and "class" not in node:
             raise malformed("a class beside the field own", f"{node['own']!r} in node {number}")
         if not _PLAIN_FIELDS.issuperset(node):
-            self.rich.add(number)
+            self.special.add(number)
 
     def _read_size(self, number: int, node: dict[str, Any]) -> None:
         # A lazy stack has -1 where the sizes of its trees differ.
@@ -225,7 +225,7 @@ class Description:
                 if type(child) is not int or not number < child < len(parents) or parents[child] is not None:
                     raise malformed("each node once, after the node that it is in", repr(child))
                 if "flags" in what:
-                    self.rich.add(number)
+                    self.special.add(number)
                     self._check_is_object(key, child, what["flags"])
                 parents[child] = (number, key)
                 sizes[child] = size
@@ -234,7 +234,7 @@ class Description:
                 if keep:
                     prefixes[child] = f"{prefix}{quoted}."
                 continue
-            self.rich.add(number)
+            self.special.add(number)
             if "tie" in what:
                 self._aliases[number, key] = what["tie"]
             elif not _MEANINGS & what.keys():
@@ -270,7 +270,7 @@ class Description:
             check_flags(flag, self._table[number].dtype)
         values = {flag for flag in set(flags) if IS_VALUE in flag}
         if values:
-            self.rich.update([self.node_of(leaf) for leaf, flag in enumerate(flags) if flag in values])
+            self.special.update([self.node_of(leaf) for leaf, flag in enumerate(flags) if flag in values])
         return flags
 
     def name_leaves(self, limit: float = math.inf) -> list[str]:
