@@ -294,8 +294,8 @@ def is_recomputing(template: nn.Module) -> bool:
 
 # -- one runnable copy --------------------------------------------------------------------------------------------
 
-# A container and a copy of it.
-Kept: TypeAlias = tuple[Any, Any]
+# A container, a copy of it, and the keys of a dict.
+Kept: TypeAlias = tuple[Any, Any, list[Any] | None]
 
 
 class Target(NamedTuple):
@@ -502,7 +502,7 @@ class _Tables:
 
     def has_hidden_writes(self) -> bool:
         """Return whether a call assigned attributes of torch's own modules, which `restore` does not look at."""
-        return any(_ids_of_values(own) != _ids_of_values(before) for own, before in self._plain)
+        return any(_ids_of_values(own) != _ids_of_values(before) for own, before, _ in self._plain)
 
 
 class _Objects:
@@ -624,8 +624,9 @@ def _own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
 
 def _keep(container: Any) -> Kept:
     if isinstance(container, dict):
-        return container, dict(cast("dict[Any, Any]", container))
-    return container, list(container)
+        copied = dict(cast("dict[Any, Any]", container))
+        return container, copied, list(copied)
+    return container, list(container), None
 
 
 def _values(container: Any) -> Iterable[Any]:
@@ -636,14 +637,10 @@ def _values(container: Any) -> Iterable[Any]:
 
 def _restore(kept: list[Kept]) -> None:
     """Refill the containers that changed: by identity, since comparing tensors computes."""
-    for container, before in kept:
-        # Keys as well as values: a value may have got another name.
-        is_same = (
-            len(container) == len(before)
-            and all(map(is_, container, before))
-            and all(map(is_, _values(container), _values(before)))
-        )
-        if not is_same:
+    for container, before, keys in kept:
+        is_same = len(container) == len(before) and all(map(is_, _values(container), _values(before)))
+        # A value may have got another key.
+        if not is_same or (keys is not None and [*container] != keys):
             _refill(container, before)
 
 
