@@ -102,6 +102,13 @@ MESSAGES = [
     (lambda: step(ONE, ONE.apply(nn.Parameter)), TypeError, "Parameters", "(params, grads, state)", "gradient of 'w'"),
     (lambda: step(ONE, ONE, RATED.init(ONE).set("lr", RATES[1:]), RATED), tdf.LeafMismatchError, "lr", "'w'", "[2]"),
     (lambda: step(active=torch.ones(2) > 0), tdf.BatchSizeError, "active", "[3]", "[2]"),
+    # Numbers would be added to the count of steps.
+    (lambda: step(active=torch.tensor([1.0, 0.0, 0.5])), TypeError, "active is not a tensor of bools", "float32",
+     "as_tensor(active) != 0"),
+    (lambda: step(active=torch.tensor([2, 0, 1])), TypeError, "active is not a tensor of bools", "int64"),
+    (lambda: step(active=[True, False, True]), TypeError, "active is not a tensor of bools", "[True, False, True]"),
+    (lambda: step(opt=optim.ema(optim.sgd(), 0.9), active=torch.tensor([2, 0, 1])), TypeError,
+     "ema.update: active is not", "int64"),
     # Members that are rows of a lazy stack.
     (lambda: optim.adam().init(ROWS), tdf.UnsupportedError, "adam.init", "stacked along the batch", "a lazy stack"),
     (lambda: optim.sgd().init(tdf.TensorDict({"rows": ROWS}, [3])), tdf.UnsupportedError, "stacked along the batch",
