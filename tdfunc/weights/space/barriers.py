@@ -19,7 +19,7 @@ T = TypeVar("T", bound=TensorCollection)
 def line_losses(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, chunk_size: int | None = None) -> Tensor:
     """Return the losses at points on the line from one model to another, in one vmapped forward.
 
-    Integers and bools, such as the counters of BatchNorm, have no line: they are those of the nearer model.
+    Integers and bools, such as the counters of BatchNorm, have no line: a point has the values of the nearer model.
 
     Args:
         loss: The function of one model's parameters, or parameters and buffers; a scalar.
