@@ -22,6 +22,7 @@ from tdfunc._mixture import (
     warn_probabilities,
     widen,
 )
+from tdfunc.core.context import require_values
 from tdfunc.core.errors import LeafMismatchError, brief, check_choice, error
 
 __all__ = [
@@ -38,6 +39,7 @@ Method: TypeAlias = Literal["lac", "aps"]
 # Of the inverse temperature; beyond it float32 rounds the probabilities to 0 and 1, or to 1 / C.
 _LOG_RANGE = 12.0
 _STEPS = 60
+_ROUNDING = 0.01
 
 
 def fit_temperature(y: Numbers, t: Numbers) -> Tensor:
@@ -126,6 +128,10 @@ def conformal_scores(p: Numbers, t: Numbers, *, method: Method = "lac") -> Tenso
 
     Shapes:
         `p` is (*B, C), `t` and the result are (*B).
+
+    Raises:
+        LeafMismatchError: The shapes do not fit.
+        ValueError: A number of `p` is not between 0 and 1, such as a logit.
 
     Source:
         Sadinle et al., "Least ambiguous set-valued classifiers with bounded error levels" (2019); Romano et al.,
@@ -265,8 +271,20 @@ def regression_intervals(
     return y - width, y + width
 
 
+def _not_probabilities() -> ValueError:
+    return error(
+        ValueError,
+        "conformal: p is not made of probabilities.",
+        expected="numbers from 0 to 1",
+        hint="logits.softmax(-1), or the mean of tdf.metrics.uncertainty.",
+    )
+
+
 def _class_scores(p: Tensor, method: Method) -> Tensor:
     check_choice("conformal: method", method, get_args(Method))
+    # Of 16 bits the sum over classes may round to a little more than 1, and so may one probability.
+    is_share = ~((p < 0) | (p > 1 + _ROUNDING))
+    require_values(is_share, _not_probabilities)
     # In 16 bits 1 - p has a few values near 0, and sums lose small probabilities.
     p = widen(p)
     if method == "lac":

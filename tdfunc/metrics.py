@@ -118,12 +118,11 @@ def uncertainty(
     if kind == "classification":
         return _of_classes(y, w)
     if kind == "regression":
-        mean = _average(w, y)
-        return _tree({"mean": mean, "variance": _average(w, (y - mean).square())}, y.shape[1:2])
+        mean, variance = _moments(w, y)
+        return _tree({"mean": mean, "variance": variance}, y.shape[1:2])
     means = y[..., 0]
-    mean = _average(w, means)
+    mean, epistemic = _moments(w, means)
     aleatoric = _average(w, y[..., 1].exp())
-    epistemic = _average(w, (means - mean).square())
     parts = {"mean": mean, "variance": aleatoric + epistemic, "aleatoric": aleatoric, "epistemic": epistemic}
     return _tree(parts, means.shape[1:])
 
@@ -396,6 +395,20 @@ def risk_coverage(doubt: Numbers, loss: Numbers) -> Tensor:
 def _average(w: Tensor, x: Tensor) -> Tensor:
     """Average over members; w has the dimensions of the outputs, x those or some of the first."""
     return (w.reshape(w.shape[: x.dim()]) * x).sum(0)
+
+
+def _moments(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean and the variance over members.
+
+    Both are of distances from a number near the mean, which are exact where values are large and near one another: the
+    rounding of the weights and of the mean itself is of the size of the values.
+    """
+    near = _average(w, x).detach()
+    # From an infinite number there are no distances.
+    near = torch.where(near.isfinite(), near, 0)
+    apart = x - near
+    rest = _average(w, apart)
+    return near + rest, _average(w, (apart - rest).square())
 
 
 def _divergence(log_q: Tensor, log_p: Tensor, w: Tensor) -> Tensor:

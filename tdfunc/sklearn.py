@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from tdfunc import optim, random, sweep
 from tdfunc._jit import jit
 from tdfunc._tensordict import TensorDict
-from tdfunc.core.errors import LeafMismatchError, as_count, check_choice, error, needs
+from tdfunc.core.collection import iter_leaves
+from tdfunc.core.errors import LeafMismatchError, as_count, brief, check_choice, error, needs
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import init_ensemble
 from tdfunc.metrics import uncertainty
@@ -234,6 +235,29 @@ class _Ensemble(BaseEstimator):
             self.buffers_ = buffers
         else:
             self.validation_loss_ = stopping["best"].numpy(force=True)
+        self._check_trained(stopping["best"] if held is not None else None)
+
+    def _check_trained(self, validation_loss: Tensor | None) -> None:
+        """Raise if members have diverged: one of them makes every prediction of the ensemble NaN."""
+        members = int(self.n_estimators)
+        has_diverged = torch.zeros(members, dtype=torch.bool, device=self.device)
+        # A member whose loss was never a number has its initial parameters.
+        if validation_loss is not None:
+            has_diverged |= ~validation_loss.isfinite()
+        for _, leaf in iter_leaves(self.params_):
+            has_diverged |= _any_of_member(~leaf.isfinite())
+        # Buffers may hold infinities, such as the mask of an attention.
+        for _, leaf in iter_leaves(self.buffers_):
+            has_diverged |= _any_of_member(leaf.isnan())
+        if not has_diverged.any():
+            return
+        raise error(
+            ValueError,
+            f"fit: members have diverged: {brief(has_diverged.nonzero().flatten().tolist())} of {members}.",
+            expected="finite parameters after training, and with early_stopping a finite loss of held-out examples",
+            got=f"learning_rate={brief(self.learning_rate)}",
+            hint="a smaller learning_rate, or weights and values of y that are not as large.",
+        )
 
     def _rate(self, name: str) -> float | Tensor:
         """Return an option that may have a value for each member."""
@@ -294,6 +318,9 @@ class EnsembleClassifier(ClassifierMixin, _Ensemble):
             X: Features of shape (N, F).
             y: Labels of shape (N).
             sample_weight: The weight of each example's loss.
+
+        Raises:
+            ValueError: A member has diverged, or an argument is out of range.
         """
         # Any: scikit-learn's types allow for no check at all.
         checked: Any = validate_data(self, X, y, dtype=_FLOATS)
@@ -379,6 +406,9 @@ class EnsembleRegressor(RegressorMixin, _Ensemble):
             X: Features of shape (N, F).
             y: Values of shape (N), or (N, K).
             sample_weight: The weight of each example's loss.
+
+        Raises:
+            ValueError: A member has diverged, or an argument is out of range.
         """
         check_choice("loss", self.loss, _LOSSES)
         checked: Any = validate_data(self, X, y, dtype=_FLOATS, multi_output=True, y_numeric=True)
@@ -509,6 +539,11 @@ def _moments(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     # Rounding leaves a constant column a little deviation.
     constant = scale <= 10 * torch.finfo(x.dtype).eps * center.abs()
     return center, torch.where(constant, 1, scale)
+
+
+def _any_of_member(found: Tensor) -> Tensor:
+    """Return for each member whether any of its entries is True."""
+    return found.reshape(len(found), found[0].numel()).any(1)
 
 
 def _squared_losses(out: Tensor, t: Tensor) -> Tensor:

@@ -363,6 +363,14 @@ def test_an_alpha_is_finite(alpha):
         tdf.lora.Lora("0.weight", 2, alpha=alpha)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
+def test_an_adapter_has_a_floating_dtype(dtype):
+    """All of its numbers would be 0."""
+    params = tdf.from_module(torch.nn.Sequential(torch.nn.Linear(3, 2)))
+    with pytest.raises(ValueError, match=f"dtype is not a floating-point one.*(?s:.*){dtype}"):
+        tdf.lora.Lora("0.weight", 2).init(params, key=0, dtype=dtype)
+
+
 @pytest.mark.parametrize("number", [np.float32(0.25), np.float64(0.25), torch.tensor(0.25)], ids=repr)
 def test_an_adapter_has_plain_numbers(number, tmp_path):
     """Its configuration can be written and read."""

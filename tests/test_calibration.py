@@ -278,6 +278,8 @@ MESSAGES = [
     (lambda: cal.ensemble_logits(torch.zeros(3).long()), tdf.LeafMismatchError, "ensemble_logits.*int64"),
     (lambda: cal.fit_temperature(torch.zeros(0, 2), torch.zeros(0).long()), ValueError, "there are no labels"),
     (lambda: cal.conformal_threshold(torch.zeros(3), 1.0), ValueError, "alpha must be between 0 and 1.*1.0"),
+    (lambda: cal.conformal_scores(torch.tensor([[2.0, -1.0]]), [0]), ValueError, "p is not made of probabilities"),
+    (lambda: cal.conformal_sets([[2.0, 0.5]], 0.5, method="aps"), ValueError, "not made of probabilities.*softmax"),
     (lambda: cal.conformal_sets(torch.zeros(3, 2), 0.5, method="x"), ValueError, "must be one of .lac., .aps..*.x."),
 ]  # fmt: skip
 

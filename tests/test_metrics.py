@@ -331,3 +331,24 @@ def test_refused(call, error, words):
         call()
 
     assert all(word in str(err.value) for word in words), str(err.value)
+
+
+@pytest.mark.parametrize("kind", ["regression", "gaussian"])
+@pytest.mark.parametrize(("center", "spread"), [(0.0, 1.0), (1e3, 1e-2), (1e6, 1.0), (-1e7, 4.0)])
+def test_the_variance_of_values_far_from_0_is_that_of_float64(kind, center, spread, generator):
+    """It is that of the same numbers: the rounding of the mean would be a part of it."""
+    values = (center + spread * torch.randn(300, 20, dtype=torch.float64, generator=generator)).float()
+    name = {"regression": "variance", "gaussian": "epistemic"}[kind]
+    outputs = values if kind == "regression" else torch.stack([values, torch.zeros_like(values)], -1)
+    found = uncertainty(outputs, kind)
+
+    torch.testing.assert_close(found[name].double(), values.double().var(0, correction=0), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found["mean"], values.double().mean(0).float(), rtol=2e-7, atol=1e-7)
+
+
+def test_the_mean_of_an_infinite_prediction_is_infinite():
+    """As of its formula."""
+    found = uncertainty(torch.tensor([[1.0, 2.0], [torch.inf, 4.0]]), "regression")
+
+    assert found["mean"].tolist() == [torch.inf, 3.0]
+    assert found["variance"][1] == 1.0

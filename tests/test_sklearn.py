@@ -333,3 +333,34 @@ def test_progress_is_shown(capfd):
     EnsembleClassifier(**SMALL, progress=True).fit(X, Y)
 
     assert "10/10" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (EnsembleClassifier, {"learning_rate": [0.01, 1e12, 0.01], "hidden_layer_sizes": (8, 8, 8)}),
+        (
+            EnsembleClassifier,
+            {"learning_rate": [0.01, 1e12, 0.01], "early_stopping": True, "hidden_layer_sizes": (8, 8, 8)},
+        ),
+        (EnsembleRegressor, {"learning_rate": [0.01, 30.0, 0.01], "loss": "gaussian", "max_iter": 60}),
+    ],
+)
+def test_a_member_that_diverges_is_named(cls, options):
+    """Its NaN would be each prediction of the ensemble, and the most probable class the first."""
+    x = X.astype(np.float32)
+    model = cls(**{**SMALL, **options})
+    with pytest.raises(ValueError, match=r"have diverged: \[1\] of 3"):
+        model.fit(x, Y)
+
+
+def test_a_buffer_with_infinities_has_not_diverged():
+    """Such as the mask of an attention."""
+
+    def make(features, outputs):
+        net = nn.Linear(features, outputs)
+        net.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+        return net
+
+    model = EnsembleClassifier(**{**SMALL, "make": make}).fit(X, Y)
+    assert np.isfinite(model.predict_proba(X)).all()

@@ -10,7 +10,7 @@ from torch import Tensor
 from tdfunc import random
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError, TieError, UnsupportedError
+from tdfunc.core.errors import LeafMismatchError, TieError, UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.lora._attach import LoraApply
@@ -146,7 +146,11 @@ def init(
         FilterError: A pattern matches no leaf of the base.
         LeafMismatchError: The shape of a chosen leaf does not fit the weight of a layer.
         UnsupportedError: A chosen weight belongs to a layer that cannot have adapters.
+        ValueError: `dtype` is one of integers.
     """
+    if isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex):
+        # The first numbers of an adapter would be rounded to 0.
+        raise error(ValueError, "lora: dtype is not a floating-point one.", expected="torch.bfloat16, ...", got=dtype)
     layouts = None
     if apply is not None:
         layouts = layouts_of(module_of(apply))

@@ -144,7 +144,9 @@ def _choose_deterministic(dist: Distribution) -> Tensor:
     name = "deterministic_sample"
     if hasattr(dist, name):
         return _property(dist, name, name)
-    base = dist.base_dist if isinstance(dist, Independent) else dist
+    base = dist
+    while isinstance(base, Independent):
+        base = base.base_dist
     if not base.has_enumerate_support:
         return _property(dist, "mean", name)
     mode = _property(dist, "mode", name)

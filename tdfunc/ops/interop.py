@@ -212,6 +212,9 @@ class FromMethods(TensorCollection):
         for name, column in dataframe.items():
             key = name if separator is None else tuple(name.split(separator))
             array = column.to_numpy()
+            if dtype is not None and array.dtype.kind == "O" and column.dtype.kind == "b":
+                # Bools that lack values are objects to numpy.
+                array = column.to_numpy(dtype=np.float64, na_value=np.nan)
             if array.dtype.kind not in "biufc":
                 objects: Any = np.empty(len(column), dtype=object)
                 objects[:] = list(column)

@@ -80,6 +80,7 @@ class AbstractOptimizer(ABC):
                 or a hyperparameter does not fit it; the message names the leaf.
             BatchSizeError: `active`, the step count in the state, or the value of a schedule does not have the batch
                 size of `params`.
+            TypeError: `active` is not a tensor of bools.
             UnsupportedError: In a replay of `tdfunc.jit`, donated leaves share memory that did not in its trace, or are
                 on a read-only array.
         """

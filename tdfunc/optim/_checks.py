@@ -173,7 +173,20 @@ def check_step(name: str, step: Tensor, size: torch.Size) -> None:
 
 def check_active(name: str, active: Tensor | None, size: torch.Size) -> None:
     """Raise unless there is one bool for each member."""
-    if active is not None and active.shape != size:
+    if active is None:
+        return
+    # Any: other types. Numbers would be added to the count of steps.
+    given: Any = active
+    is_bool = isinstance(given, Tensor) and given.dtype is torch.bool
+    if not is_bool:
+        raise error(
+            TypeError,
+            f"{name}.update: active is not a tensor of bools.",
+            expected=f"torch.bool of shape {list(size)}",
+            got=str(given.dtype) if isinstance(given, Tensor) else brief(given),
+            hint="active=torch.as_tensor(active) != 0.",
+        )
+    if active.shape != size:
         raise BatchSizeError(
             f"{name}.update: active does not have the batch size of params.",
             expected=f"shape {list(size)}",

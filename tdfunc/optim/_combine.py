@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import FilterError, brief, error
@@ -16,9 +17,10 @@ from tdfunc.ops.base.reading import entries
 from tdfunc.ops.edits.structure import keep_leaves
 from tdfunc.optim._apart import lie_apart
 from tdfunc.optim._base import AbstractOptimizer, How
-from tdfunc.optim._checks import check_keys, check_state, check_tree
+from tdfunc.optim._checks import check_active, check_keys, check_state, check_tree
+from tdfunc.optim._lists import Leaves
 from tdfunc.optim._maps import GradientMap
-from tdfunc.optim._modes import carry_graph, grads_of, takes_kernels
+from tdfunc.optim._modes import carry_graph, grads_of, select_members, takes_kernels
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
@@ -46,6 +48,9 @@ class Chain(AbstractOptimizer):
             given = list_leaves(grads)
         # Maps read parameters, which may require grad for the loss alone.
         with grads_of(leaves, given):
+            if self.maps and how.active is not None and given:
+                check_active("chain", how.active, params._batch_size)
+                grads = _without_inactive(grads, given, how.active)
             for item in self.maps:
                 grads = item(grads, params)
         return how.step(self.last, params, grads, state)
@@ -53,6 +58,13 @@ class Chain(AbstractOptimizer):
     def eval_params(self, params: T, state: "TensorDict") -> T:
         """Return the parameters that the last member evaluates."""
         return self.last.eval_params(params, state)
+
+
+def _without_inactive(grads: TensorCollection, leaves: Leaves, active: Tensor) -> TensorCollection:
+    """Return gradients that are 0 where a member is not active, whose NaN would reach others by a common norm."""
+    if any([leaf.layout is not torch.strided for leaf in leaves]):
+        return grads
+    return rebuild(grads, select_members(active, leaves, [torch.zeros_like(leaf) for leaf in leaves]))
 
 
 @dataclass(frozen=True, eq=False)

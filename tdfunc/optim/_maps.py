@@ -47,7 +47,8 @@ class GradientMap:
 def clip_by_global_norm(max_norm: float) -> GradientMap:
     """Return a map that scales gradients so that the norm of all of them together is at most `max_norm`.
 
-    In a stacked tree this couples the members; `clip_by_member_norm` does not.
+    In a stacked tree this couples the members; `clip_by_member_norm` does not. In a `chain`, members that are not
+    `active` do not count.
 
     Args:
         max_norm: The largest Euclidean norm over all elements of all leaves; infinity clips nothing.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import as_count, brief, check_choice, check_finite, check_least, error
+from tdfunc.core.errors import BatchSizeError, as_count, brief, check_choice, check_finite, check_least, error
 from tdfunc.core.types import wide_default_dtype
 from tdfunc.optim._optimizer import Schedule
 
@@ -301,10 +301,21 @@ class ReduceOnPlateau:
         return TensorCollection._open._make(data, size, None, None)
 
     def update(self, metric: Tensor | float | NDArray[Any], state: T) -> T:
-        """Return the state after a metric, of the state's batch size; a nan is not an improvement."""
+        """Return the state after a metric, of the state's batch size or one for all; a nan is not an improvement.
+
+        Raises:
+            BatchSizeError: The metric has another shape.
+        """
         data: Any = state._data
         best = data["best"]
         metric = torch.as_tensor(metric, dtype=best.dtype, device=best.device).detach()
+        if metric.shape not in ((), best.shape):
+            raise BatchSizeError(
+                "ReduceOnPlateau.update: the metric is not one number, and does not have the batch size of the state.",
+                expected=f"shape [] or {list(best.shape)}",
+                got=f"shape {list(metric.shape)}",
+                hint="metric.mean(), or init((members,)) for a metric of each member.",
+            )
         bound = self._bound(best)
         if self.mode == "min":
             better = metric < bound

@@ -240,3 +240,16 @@ def test_draws_of_a_pure_function():
     assert not torch.equal(one["hidden"], other["hidden"])
     assert both.batch_size == (2, 64)
     assert not torch.equal(both["hidden"][0], both["hidden"][1])
+
+
+@pytest.mark.parametrize("cls", [D.Bernoulli, D.Categorical])
+def test_a_value_of_dimensions_that_are_independent_twice_can_be_drawn(cls):
+    """The mean of a Bernoulli is none of its values, and that of a Categorical is NaN."""
+    module = ProbabilisticTensorDictModule(
+        ["logits"],
+        ["action"],
+        distribution_class=lambda logits: D.Independent(D.Independent(cls(logits=logits), 1), 1),
+    )
+    action = module(TensorDict({"logits": torch.ones(4, 2, 3)}, [4]))["action"]
+
+    assert set(action.flatten().tolist()) <= {0, 1}

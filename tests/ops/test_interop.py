@@ -262,6 +262,13 @@ def test_columns_of_a_frame():
     assert TensorDict.from_pandas(frame[["i"]], dtype=torch.float32)["i"].dtype is torch.float32
 
 
+def test_bools_that_lack_values_are_cast():
+    """A dtype is for columns of bools as well."""
+    frame = pd.DataFrame({"b": pd.array([True, None, False], dtype="boolean")})
+
+    assert str(TensorDict.from_pandas(frame, dtype=torch.float64)["b"].tolist()) == "[1.0, nan, 0.0]"
+
+
 def test_typed_trees_and_empty_trees_as_frames():
     """A typed tree, one value for all rows, a leaf with a history and a tree without leaves have frames."""
     frame = Point(torch.ones(2, requires_grad=True), "all", batch_size=[2]).to_pandas()

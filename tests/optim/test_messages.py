@@ -39,6 +39,7 @@ def schedule(value, params, wrap=lambda f: f):
     return wrap(opt.update)(params, params + 1, opt.init(params))
 
 
+PLATEAU = optim.schedules.ReduceOnPlateau()
 SPARSE = make_tree().apply(lambda x: x.to_sparse())
 ONE, TIED = tdf.TensorDict({"w": torch.zeros(3)}), tdf.from_module(TiedLM()).detach()
 MESSAGES = [
@@ -78,6 +79,9 @@ MESSAGES = [
     (lambda: optim.schedules.join_schedules([optim.schedules.constant(1.0)] * 3, [6, 3]), ValueError, "must ascend",
      "[6, 3]"),
     (lambda: optim.schedules.ReduceOnPlateau(1.0), ValueError, "factor must be between 0 and 1", "1.0"),
+    *[(lambda size=size, metric=metric: PLATEAU.update(metric, PLATEAU.init(size)), tdf.BatchSizeError,
+       "one number", str(size), str(list(metric.shape)))
+      for size, metric in (([], torch.ones(2)), ([2], torch.ones(1)), ([2], torch.ones(3)), ([2], torch.ones(2, 2)))],
     (lambda: optim.schedules.ReduceOnPlateau(min_scale=5.0), ValueError, "min_scale must be between 0 and 1", "5.0"),
     (lambda: optim.schedules.ReduceOnPlateau(min_scale=float("nan")), ValueError, "min_scale must be between", "nan"),
     # Leaves, gradients and state.
@@ -102,6 +106,13 @@ MESSAGES = [
     (lambda: step(ONE, ONE.apply(nn.Parameter)), TypeError, "Parameters", "(params, grads, state)", "gradient of 'w'"),
     (lambda: step(ONE, ONE, RATED.init(ONE).set("lr", RATES[1:]), RATED), tdf.LeafMismatchError, "lr", "'w'", "[2]"),
     (lambda: step(active=torch.ones(2) > 0), tdf.BatchSizeError, "active", "[3]", "[2]"),
+    # Numbers would be added to the count of steps.
+    (lambda: step(active=torch.tensor([1.0, 0.0, 0.5])), TypeError, "active is not a tensor of bools", "float32",
+     "as_tensor(active) != 0"),
+    (lambda: step(active=torch.tensor([2, 0, 1])), TypeError, "active is not a tensor of bools", "int64"),
+    (lambda: step(active=[True, False, True]), TypeError, "active is not a tensor of bools", "[True, False, True]"),
+    (lambda: step(opt=optim.ema(optim.sgd(), 0.9), active=torch.tensor([2, 0, 1])), TypeError,
+     "ema.update: active is not", "int64"),
     # Members that are rows of a lazy stack.
     (lambda: optim.adam().init(ROWS), tdf.UnsupportedError, "adam.init", "stacked along the batch", "a lazy stack"),
     (lambda: optim.sgd().init(tdf.TensorDict({"rows": ROWS}, [3])), tdf.UnsupportedError, "stacked along the batch",

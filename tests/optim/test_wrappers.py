@@ -252,6 +252,30 @@ def test_inactive_members_are_no_steps_of_finite_gradients():
     assert new["w"].tolist() == [-1.0, 0.0, 0.0]
 
 
+CLIPPED = optim.chain(optim.clip_by_global_norm(5.0), optim.sgd(1.0))
+FINE = torch.tensor([True, False, True])
+# name -> (optimizer, active)
+LEFT_OUT = {
+    "active": (CLIPPED, FINE),
+    "a skipped step": (optim.apply_if_finite(CLIPPED, 2), None),
+    "a sum": (optim.accumulate(CLIPPED, 1), FINE),
+    "a group": (optim.multi({"*": CLIPPED}), FINE),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tdf.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_member_without_a_step_is_not_in_the_common_norm(name, wrap):
+    """Its NaN would be the gradient of all others."""
+    opt, active = LEFT_OUT[name]
+    params = TensorDict({"w": torch.zeros(3)}, [3])
+    grads = TensorDict({"w": torch.tensor([6.0, math.nan, 8.0])}, [3])
+    update = wrap(lambda *args: opt.update(*args[:3], active=args[3]))
+    new, _ = update(params, grads, opt.init(params), active)
+
+    torch.testing.assert_close(new["w"], torch.tensor([-3.0, 0.0, -4.0]))
+
+
 @rounds_steps
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_are_a_run_in_float32(dtype, generator):

@@ -171,6 +171,25 @@ def test_complex_weights_lie_on_a_line(spectral):
     torch.testing.assert_close(found[1], ((a["w"] + b["w"]) / 2).real.sum())
 
 
+def test_counters_of_batchnorm_lie_on_a_line():
+    """A complete tree has integers, which have no line: each end has its own."""
+    a = tdf.TensorDict({"w": torch.tensor([0.0]), "count": torch.tensor(3)})
+    b = tdf.TensorDict({"w": torch.tensor([1.0]), "count": torch.tensor(8)})
+    losses = tdf.weights.line_losses(lambda p: p["w"].sum() + p["count"], a, b, points=5)
+
+    assert losses.tolist() == [3.0, 3.25, 8.5, 8.75, 9.0]
+
+
+def test_barriers_of_complete_trees(generator):
+    """The trees that `stack_modules` and `from_module` make have the buffers of BatchNorm."""
+    models = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval() for _ in range(3)]
+    stacked = tdf.stack_modules(models)
+    x = torch.randn(5, 3, generator=generator)
+    apply = tdf.functional(models[0])[0]
+
+    assert tdf.weights.barriers(lambda p: apply(p, x).square().mean(), stacked).shape == (3, 3)
+
+
 def test_layers_are_stacked_in_order():
     """Layers come from the parts, all else from the first; experts inside a layer are not layers."""
     layer = lambda n: {"experts": {"0": {"w": torch.full((1,), float(n))}, "1": {"w": torch.zeros(1)}}}  # noqa: E731

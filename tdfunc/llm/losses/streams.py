@@ -66,13 +66,14 @@ def mean(values: Tensor, mask: Tensor, normalize: Normalize = "token") -> Tensor
     """Return the mean of a clean stream over tokens, the mean of the rows' means, or the sum divided by a number.
 
     Raises:
-        ValueError: `normalize` is an unknown string, or a number that is not above 0.
+        ValueError: `normalize` is an unknown string, a bool, or a number that is not above 0.
     """
     if normalize == "token":
         return values.sum() / mask.bool().sum().clamp(min=1)
     if normalize == "sequence":
         return row_mean(row_sums(values, mask, average=True))
-    if isinstance(normalize, str):
+    # As a number, True would be 1: a sum over all tokens.
+    if isinstance(normalize, str | bool):
         raise error(ValueError, "normalize must be 'token', 'sequence' or a divisor of the sum.", got=repr(normalize))
     if not isinstance(normalize, Tensor) and not normalize > 0:
         # A negative one would train the opposite.

@@ -19,8 +19,10 @@ T = TypeVar("T", bound=TensorCollection)
 def line_losses(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, chunk_size: int | None = None) -> Tensor:
     """Return the losses at points on the line from one model to another, in one vmapped forward.
 
+    Integers and bools, such as the counters of BatchNorm, have no line: a point has the values of the nearer model.
+
     Args:
-        loss: The function of one model's parameters, a scalar.
+        loss: The function of one model's parameters, or parameters and buffers; a scalar.
         a: The first model.
         b: The last model, a tree like it.
         points: The number of points, including both ends.
@@ -58,7 +60,7 @@ def line_losses(loss: Callable[[T], Tensor], a: T, b: T, *, points: int = 11, ch
 def _between(t: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Return the point at t from x to y: computed in float32 at least, where 16 bits would round t."""
     if not (x.is_floating_point() or x.is_complex()):
-        return torch.lerp(x, y, t)
+        return torch.where(t < 0.5, x, y)
     wide = torch.promote_types(x.dtype, torch.float32)
     return torch.lerp(x.to(wide), y.to(wide), t.to(wide)).to(x.dtype)
 

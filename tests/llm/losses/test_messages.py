@@ -54,6 +54,7 @@ MISTAKES = [
     (lambda: policy_gradient(X, ROWS, X, surrogate="ppo"), ValueError, "surrogate must be one of .*'ppo'"),
     (lambda: policy_gradient(X, ROWS, X, ratio="row"), ValueError, "level of a ratio must be one of .*'row'"),
     (lambda: policy_gradient(X, ROWS, X, normalize="mean"), ValueError, "normalize must be 'token', .*'mean'"),
+    (lambda: policy_gradient(X, ROWS, X, normalize=True), ValueError, "normalize must be 'token', .*True"),
     (lambda: sft(X, X[:1]), LeafMismatchError, "sft: log_probs and the mask differ in shape"),
     (lambda: minor_sft(X, X[:1], X), LeafMismatchError, "minor_sft: ref_log_probs and the mask differ in shape"),
     (lambda: dpo(X, X, X.expand(3, 2, 3)), LeafMismatchError, "dpo: log_probs and the mask differ in shape"),
