@@ -1,5 +1,6 @@
 """`load_pretrained` and `save_pretrained`: folders of transformers, with a check of every leaf."""
 
+import copy
 import json
 import os
 import shlex
@@ -22,6 +23,10 @@ from tdfunc.storage.safetensors.saved import open as open_saved
 # The entry of a configuration that describes codes in place of numbers, and a file that does.
 _CODES = "quantization_config"
 _CODES_FILE = "hf_quant_config.json"
+# Entries of a configuration that stay as the folder has them: codes, and the code of a model of the hub.
+_OF_FOLDER = (_CODES, "auto_map", "architectures", "dtype", "torch_dtype")
+# Entries that do not change what a model computes.
+_NOT_COMPUTING = ("transformers_version", "use_cache", "attn_implementation")
 
 
 def load_pretrained(folder: "str | os.PathLike[str]", *, cls: type[Any] | None = None, **options: Any) -> nn.Module:
@@ -79,8 +84,9 @@ def save_pretrained(
     Renamed and fused leaves get the names of the folder from which the model was loaded. Buffers that are not
     persistent and second paths of tied leaves are left out. Leaves of that folder that transformers does not load, such
     as layers for the prediction of several tokens, are left out with a warning. If the folder has codes with scales,
-    and transformers does not quantize the leaves again, the configuration does not describe codes. The shards have
-    checksums and replace the shards of an old folder in one step; the files of configuration and tokenizer follow.
+    and transformers does not quantize the leaves again, the configuration does not describe codes. If the folder's
+    configuration describes another computation than the model's, the model's is written. The shards have checksums and
+    replace the shards of an old folder in one step; the files of configuration and tokenizer follow.
 
     Args:
         params: The parameters, and the persistent buffers if the model has any: `tdf.combine(params, buffers)`.
@@ -135,18 +141,63 @@ def _generation_file(model: nn.Module) -> dict[str, bytes]:
 
 
 def _config_file(model: nn.Module, given: bytes | None, dtype: str | None) -> bytes:
-    """Return the configuration with a dtype: the given file, which is unchanged if it has it, or the model's."""
+    """Return the configuration with a dtype: the given file, which is unchanged if it describes the model."""
     if given is None:
-        # Any: an attribute of transformers' models.
-        config: Any = model.config
-        described = {"architectures": [type(model).__name__], **config.to_diff_dict()}
+        described = _own_config(model)
     else:
         described = json.loads(given)
+        own = _with_own_entries(described, model)
+        if own == described and _dtype_in(described) == dtype:
+            return given
+        described = own
     # Older versions of transformers write `torch_dtype`.
     name = "torch_dtype" if "torch_dtype" in described else "dtype"
-    if given is not None and described.get(name) == dtype:
-        return given
     return json.dumps({**described, name: dtype}, indent=2).encode() + b"\n"
+
+
+# Any: JSON.
+def _dtype_in(described: Mapping[str, Any]) -> Any:
+    return described.get("torch_dtype", described.get("dtype"))
+
+
+# Any: JSON.
+def _own_config(model: nn.Module) -> dict[str, Any]:
+    """Return the configuration that transformers writes for a model."""
+    # Any: an attribute of transformers' models.
+    config: Any = model.config
+    return {"architectures": [type(model).__name__], **config.to_diff_dict()}
+
+
+# Any: JSON.
+def _with_own_entries(described: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return the entries of a folder, or the model's if it computes with others than these.
+
+    `load_pretrained(folder, rms_norm_eps=...)` makes such a model, and so does an assignment to `model.config`.
+    """
+    # Any: an attribute of transformers' models.
+    config: Any = model.config
+    # A model can be one part of what a folder describes.
+    if described.get("model_type") != config.model_type:
+        return described
+    # A configuration changes the dicts that it is made of.
+    in_folder = type(config).from_dict(copy.deepcopy(described)).to_dict()
+    if _computing(in_folder) == _computing(config.to_dict()):
+        return described
+    own = {name: value for name, value in _own_config(model).items() if name not in _OF_FOLDER}
+    return own | {name: described[name] for name in _OF_FOLDER if name in described}
+
+
+# Any: JSON.
+def _computing(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a configuration, at any depth, that decide what a model computes."""
+    found: dict[str, Any] = {}
+    for name, value in entries.items():
+        if name in _OF_FOLDER or name in _NOT_COMPUTING or str(name).startswith("_"):
+            continue
+        # Any: JSON.
+        inner: Any = value
+        found[name] = _computing(inner) if isinstance(value, dict) else value
+    return found
 
 
 def _remove_codes(files: dict[str, bytes]) -> None:

@@ -137,6 +137,34 @@ def test_a_kept_configuration_gets_the_dtype_of_the_tree(name, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**config, name: "bfloat16"}
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rms_norm_eps": 0.5},
+        {"hidden_act": "relu"},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("is_loaded", [True, False], ids=["an option of load_pretrained", "an assignment"])
+def test_a_model_with_other_entries_than_its_folder_comes_back(is_loaded, options, tmp_path):
+    """The configuration that is written describes the model that was trained, and keeps what is the folder's."""
+    write("llama", tmp_path / "source", initializer_range=0.5)
+    file = tmp_path / "source" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": {"AutoConfig": "code.Config"}}))
+    model = load_pretrained(tmp_path / "source", **options if is_loaded else {})
+    for name, value in options.items():
+        setattr(model.config, name, value)
+    # Modules read their entries when they are made.
+    model = type(model)(model.config).eval()
+    ids = torch.arange(8).reshape(1, -1)
+
+    save_pretrained(tdf.from_module(model).detach(), tmp_path / "out", model=model, source=tmp_path / "source")
+
+    assert torch.equal(load_pretrained(tmp_path / "out")(ids).logits, model(ids).logits)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"] == {"AutoConfig": "code.Config"}
+
+
 LAYER = ("model", "layers", "0")
 
 
