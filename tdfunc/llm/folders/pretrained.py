@@ -27,6 +27,9 @@ _CODES_FILE = "hf_quant_config.json"
 _OF_FOLDER = (_CODES, "auto_map", "architectures", "dtype", "torch_dtype")
 # Entries that do not change what a model computes.
 _NOT_COMPUTING = ("transformers_version", "use_cache", "attn_implementation")
+_GENERATION_FILE = "generation_config.json"
+# Entries that tell where the options of generation are from.
+_ORIGINS = ("transformers_version", "_from_model_config")
 
 
 def load_pretrained(folder: "str | os.PathLike[str]", *, cls: type[Any] | None = None, **options: Any) -> nn.Module:
@@ -85,7 +88,7 @@ def save_pretrained(
     persistent and second paths of tied leaves are left out. Leaves of that folder that transformers does not load, such
     as layers for the prediction of several tokens, are left out with a warning. If the folder has codes with scales,
     and transformers does not quantize the leaves again, the configuration does not describe codes. If the folder's
-    configuration describes another computation than the model's, the model's is written. The shards have checksums and
+    configuration or options of generation are not the model's, the model's are written. The shards have checksums and
     replace the shards of an old folder in one step; the files of configuration and tokenizer follow.
 
     Args:
@@ -121,6 +124,8 @@ def save_pretrained(
         scales = [name for name in shapes if _is_scale(name, named)]
         if scales and not any([name in named for name in scales]):
             _remove_codes(beside)
+        if _GENERATION_FILE in beside:
+            beside |= _generation_file(model, beside[_GENERATION_FILE])
     elif source is not None:
         raise error(FileNotFoundError, f"save_pretrained: {os.fspath(source)} is not a folder with a config.json.")
     else:
@@ -132,12 +137,25 @@ def save_pretrained(
     write_beside(os.fspath(folder), beside)
 
 
-def _generation_file(model: nn.Module) -> dict[str, bytes]:
-    """Return the file with the options of generation: it alone may have the tokens that end a response."""
+def _generation_file(model: nn.Module, given: bytes | None = None) -> dict[str, bytes]:
+    """Return the file with the options of generation: it alone may have the tokens that end a response.
+
+    Nothing is returned for a given file that has the options of the model.
+    """
     generation: Any = getattr(model, "generation_config", None)
     if generation is None:
         return {}
-    return {"generation_config.json": generation.to_json_string().encode()}
+    if given is not None:
+        in_folder = type(generation).from_dict(json.loads(given))
+        if _options_of(in_folder) == _options_of(generation):
+            return {}
+    return {_GENERATION_FILE: generation.to_json_string().encode()}
+
+
+# Any: a configuration of transformers, and JSON.
+def _options_of(generation: Any) -> dict[str, Any]:
+    options = json.loads(generation.to_json_string())
+    return {name: value for name, value in options.items() if name not in _ORIGINS}
 
 
 def _config_file(model: nn.Module, given: bytes | None, dtype: str | None) -> bytes:

@@ -34,7 +34,8 @@ def write(family, folder, **options):
 
 def read_beside(folder):
     """The files beside the weights."""
-    return {name: (folder / name).read_bytes() for name in ("config.json", "tokenizer.json")}
+    names = ("config.json", "generation_config.json", "tokenizer.json")
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
 
 
 @pytest.mark.parametrize("family", quick(FAMILIES, "llama", "qwen3_moe", "gpt2", "gpt_oss"))
@@ -163,6 +164,17 @@ def test_a_model_with_other_entries_than_its_folder_comes_back(is_loaded, option
 
     assert torch.equal(load_pretrained(tmp_path / "out")(ids).logits, model(ids).logits)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"] == {"AutoConfig": "code.Config"}
+
+
+def test_changed_options_of_generation_are_kept(tmp_path):
+    """A model that ends its responses with other tokens than its folder says comes back with them."""
+    write("llama", tmp_path / "source")
+    model = load_pretrained(tmp_path / "source")
+    model.generation_config.eos_token_id = [2, 7]
+
+    save_pretrained(tdf.from_module(model).detach(), tmp_path / "out", model=model)
+
+    assert load_pretrained(tmp_path / "out").generation_config.eos_token_id == [2, 7]
 
 
 LAYER = ("model", "layers", "0")
