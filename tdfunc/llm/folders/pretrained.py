@@ -1,6 +1,5 @@
 """`load_pretrained` and `save_pretrained`: folders of transformers, with a check of every leaf."""
 
-import copy
 import json
 import os
 import shlex
@@ -27,6 +26,7 @@ _CODES_FILE = "hf_quant_config.json"
 _OF_FOLDER = (_CODES, "auto_map", "architectures", "dtype", "torch_dtype")
 # Entries that do not change what a model computes.
 _NOT_COMPUTING = ("transformers_version", "use_cache", "attn_implementation")
+_CONFIG_FILE = "config.json"
 _GENERATION_FILE = "generation_config.json"
 # Entries that tell where the options of generation are from.
 _ORIGINS = ("transformers_version", "_from_model_config")
@@ -130,7 +130,7 @@ def save_pretrained(
         raise error(FileNotFoundError, f"save_pretrained: {os.fspath(source)} is not a folder with a config.json.")
     else:
         beside = _generation_file(model)
-    beside["config.json"] = _config_file(model, beside.get("config.json"), _dtype_name(named))
+    beside[_CONFIG_FILE] = _config_file(model, beside.get(_CONFIG_FILE), loaded, _dtype_name(named))
     os.makedirs(folder, exist_ok=True)
     tree = TensorCollection._open(dict(named)).unflatten_keys(".")
     save(tree, folder, max_shard_size=max_shard_size)
@@ -158,13 +158,13 @@ def _options_of(generation: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in _ORIGINS}
 
 
-def _config_file(model: nn.Module, given: bytes | None, dtype: str | None) -> bytes:
-    """Return the configuration with a dtype: the given file, which is unchanged if it describes the model."""
+def _config_file(model: nn.Module, given: bytes | None, folder: "str | os.PathLike[str]", dtype: str | None) -> bytes:
+    """Return the configuration with a dtype: the file of a folder, which is unchanged if it describes the model."""
     if given is None:
         described = _own_config(model)
     else:
         described = json.loads(given)
-        own = _with_own_entries(described, model)
+        own = _with_own_entries(described, model, folder)
         if own == described and _dtype_in(described) == dtype:
             return given
         described = own
@@ -187,7 +187,7 @@ def _own_config(model: nn.Module) -> dict[str, Any]:
 
 
 # Any: JSON.
-def _with_own_entries(described: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+def _with_own_entries(described: dict[str, Any], model: nn.Module, folder: "str | os.PathLike[str]") -> dict[str, Any]:
     """Return the entries of a folder, or the model's if it computes with others than these.
 
     `load_pretrained(folder, rms_norm_eps=...)` makes such a model, and so does an assignment to `model.config`.
@@ -197,8 +197,8 @@ def _with_own_entries(described: dict[str, Any], model: nn.Module) -> dict[str, 
     # A model can be one part of what a folder describes.
     if described.get("model_type") != config.model_type:
         return described
-    # A configuration changes the dicts that it is made of.
-    in_folder = type(config).from_dict(copy.deepcopy(described)).to_dict()
+    # From the file: transformers writes infinities in its own way.
+    in_folder = type(config).from_json_file(os.path.join(folder, _CONFIG_FILE)).to_dict()
     if _computing(in_folder) == _computing(config.to_dict()):
         return described
     own = {name: value for name, value in _own_config(model).items() if name not in _OF_FOLDER}
@@ -221,10 +221,10 @@ def _computing(entries: Mapping[str, Any]) -> dict[str, Any]:
 def _remove_codes(files: dict[str, bytes]) -> None:
     """Remove the description of codes from the files beside weights that are numbers."""
     files.pop(_CODES_FILE, None)
-    described = json.loads(files.get("config.json", b"{}"))
+    described = json.loads(files.get(_CONFIG_FILE, b"{}"))
     if _CODES in described:
         del described[_CODES]
-        files["config.json"] = json.dumps(described, indent=2).encode() + b"\n"
+        files[_CONFIG_FILE] = json.dumps(described, indent=2).encode() + b"\n"
 
 
 def _dtype_name(leaves: Mapping[str, Tensor]) -> str | None:
