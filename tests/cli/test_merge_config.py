@@ -142,6 +142,13 @@ def test_a_whole_configuration_is_read(doc):
     assert read_config(yaml.safe_dump(doc)).method.name == doc["merge_method"]
 
 
+@pytest.mark.parametrize(("entry", "value"), [("name", "a-b"), ("name", 7), ("random_seed", 0)])
+def test_an_entry_that_mergekit_does_not_read_is_noted(entry, value, capsys):
+    """Files on the hub have them; the merge is the same."""
+    assert make_config({**MODELS, entry: value}) == make_config(MODELS)
+    assert f"not used, as by mergekit: {entry}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -7,6 +7,7 @@ import functools
 import pathlib
 import re
 import subprocess
+import zipfile
 
 import numpy as np
 import pytest
@@ -467,3 +468,21 @@ def test_a_subclass_of_tensor_with_parts_is_not_dropped(write, tmp_path):
     path = write(Scaled(torch.ones(2), 3.0))
 
     assert run("convert", path, tmp_path / "a.safetensors").code == 2
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
+def test_an_archive_that_was_packed_anew_has_its_numbers(method, tmp_path):
+    """Other programs compress, and the bytes of a compressed entry can be mapped, but are not the numbers."""
+    # Numbers that are larger when they are compressed.
+    tensors = {"w": torch.randn(6, 8), "b": torch.randn(4).bfloat16()}
+    torch.save(tensors, tmp_path / "c.pt")
+    with zipfile.ZipFile(tmp_path / "c.pt") as old, zipfile.ZipFile(tmp_path / "new.pt", "w", method) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+
+    assert run("convert", tmp_path / "new.pt", tmp_path / "o.safetensors").code == 0
+    found = load(tmp_path / "o.safetensors")
+
+    assert {name: leaf.tolist() for name, leaf in found.items()} == {
+        name: leaf.tolist() for name, leaf in tensors.items()
+    }

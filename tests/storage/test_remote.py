@@ -1,8 +1,9 @@
 """Checkpoints on other machines, as fsspec's file system in memory stands for them."""
 
+import functools
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -215,3 +216,33 @@ def test_a_system_that_cannot_be_written_to_is_named(options, served):
 
     with pytest.raises(UnsupportedError, match=r"save http://[\s\S]*cannot be written to"):
         save(tree, url.removesuffix(".safetensors") if options else url, **options)
+
+
+class SignedFiles(SimpleHTTPRequestHandler):
+    """The files of a folder for who has a key, as a signed address gives it."""
+
+    query = "?sig=a/b&download=true"
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+    def send_head(self):
+        """Refuse a request without the query."""
+        if not self.path.endswith(self.query):
+            self.send_error(403)
+            return None
+        return super().send_head()
+
+
+def test_an_index_with_a_query_gives_it_to_its_shards(tmp_path):
+    """An address with a key or an option, as a hub's link for downloads, reads as the folder does."""
+    pytest.importorskip("aiohttp")
+    tree = TensorDict({"a": torch.randn(50, 40), "c": torch.arange(7)})
+    save(tree, tmp_path, max_shard_size=64)
+    handler = functools.partial(SignedFiles, directory=tmp_path)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/model.safetensors.index.json{SignedFiles.query}"
+        assert_same(load(url), tree)
+        server.shutdown()

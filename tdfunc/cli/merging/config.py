@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tdfunc.cli.merging import schema
-from tdfunc.cli.output import safe
+from tdfunc.cli.output import note, safe
 from tdfunc.core.errors import UnsupportedError, brief, error
 from tdfunc.weights.method import Method
 from tdfunc.weights.methods import METHODS
@@ -146,6 +146,9 @@ def _method(name: str) -> Method[...]:
 def make_config(doc: Any) -> Config:
     """Return the merge that the entries of a configuration describe."""
     entries = schema.check(doc)
+    unused = [name for name in schema.UNUSED if entries.get(name) is not None]
+    if unused:
+        note(f"merge: not used, as by mergekit: {', '.join(unused)}")
     method, base, modules = _outline(entries)
     slices = {path: _slices(path, module, method, base) for path, module in modules.items()}
     of_modules: dict[str, Settings] = {path: module.get("parameters") or {} for path, module in modules.items()}

@@ -19,6 +19,10 @@ def refusal(at: str, expected: str, got: Any) -> ValueError:
     return error(ValueError, f"merge: {at} must be {expected}.", got=brief(got))
 
 
+def anything(value: Any, at: str) -> None:
+    """Require nothing."""
+
+
 def text(value: Any, at: str) -> None:
     """Require a text."""
     if not isinstance(value, str) or not value:
@@ -144,6 +148,8 @@ def _items(value: Any, at: str) -> list[tuple[str, Any]]:
 
 
 ROOT = "the configuration"
+# Entries that people write, and that mergekit does not read: its seed is an option of its command, as here.
+UNUSED = ("name", "random_seed")
 _MODEL = mapping(required=("model",), model=path, parameters=settings)
 _SOURCE = mapping(required=("model",), model=path, parameters=settings, layer_range=layer_range)
 _SLICE = mapping(required=("sources",), sources=list_of(_SOURCE), base_model=path, parameters=settings)
@@ -159,6 +165,7 @@ _CONFIG = mapping(
     out_dtype=text,
     tokenizer=mapping(source=text, pad_to_multiple_of=whole),
     tokenizer_source=text,
+    **dict.fromkeys(UNUSED, anything),
 )
 
 

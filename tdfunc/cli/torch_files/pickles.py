@@ -127,7 +127,7 @@ def _no_bytes(*_: Any) -> bytes:
 
 
 def load_pickled(path: str, *, is_archive: bool) -> Any:
-    """Read a file of torch.save; tensors of an archive are mapped.
+    """Read a file of torch.save; tensors of an archive are mapped, unless it is compressed.
 
     Raises:
         UnsupportedError: It has a function that may do harm, or is of a protocol that torch's reader does not know.
@@ -142,13 +142,14 @@ def load_pickled(path: str, *, is_archive: bool) -> Any:
     kinds: dict[str, type[Unknown]] = {}
     if is_archive:
         kinds = {name: Unknown for name in _names_of_classes(path) if name not in own}
+    # Files of torch before 1.6 cannot be mapped.
+    mmap = True if is_archive and _is_stored(path) else None
     while True:
         known: list[Any] = [*parts, *[(_stand_in(name, kind), name) for name, kind in kinds.items()]]
         try:
             with torch.serialization.safe_globals(known), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
-                # Files of torch before 1.6 cannot be mapped.
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_archive else None)
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except pickle.UnpicklingError as err:
             text = str(err)
             found = _mistaken_class(text)
@@ -165,6 +166,19 @@ def load_pickled(path: str, *, is_archive: bool) -> Any:
             raise damaged(
                 f"{path}: torch.load cannot read the file.", got=f"{type(err).__name__}: {err}"[:300]
             ) from err
+
+
+def _is_stored(path: str) -> bool:
+    """Return whether an archive has the bytes of tensors as they are: mapped, compressed ones would be other numbers.
+
+    torch.save compresses nothing; a program that packs the archive anew may.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return all([entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist()])
+    # `torch.load` reports what is wrong.
+    except (OSError, zipfile.BadZipFile):
+        return True
 
 
 def _names_of_classes(path: str) -> list[str]:

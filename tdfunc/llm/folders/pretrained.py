@@ -22,6 +22,14 @@ from tdfunc.storage.safetensors.saved import open as open_saved
 # The entry of a configuration that describes codes in place of numbers, and a file that does.
 _CODES = "quantization_config"
 _CODES_FILE = "hf_quant_config.json"
+# Entries of a configuration that stay as the folder has them: codes, and the code of a model of the hub.
+_OF_FOLDER = (_CODES, "auto_map", "architectures", "dtype", "torch_dtype")
+# Entries that do not change what a model computes.
+_NOT_COMPUTING = ("transformers_version", "use_cache", "attn_implementation")
+_CONFIG_FILE = "config.json"
+_GENERATION_FILE = "generation_config.json"
+# Entries that tell where the options of generation are from.
+_ORIGINS = ("transformers_version", "_from_model_config")
 
 
 def load_pretrained(folder: "str | os.PathLike[str]", *, cls: type[Any] | None = None, **options: Any) -> nn.Module:
@@ -79,8 +87,9 @@ def save_pretrained(
     Renamed and fused leaves get the names of the folder from which the model was loaded. Buffers that are not
     persistent and second paths of tied leaves are left out. Leaves of that folder that transformers does not load, such
     as layers for the prediction of several tokens, are left out with a warning. If the folder has codes with scales,
-    and transformers does not quantize the leaves again, the configuration does not describe codes. The shards have
-    checksums and replace the shards of an old folder in one step; the files of configuration and tokenizer follow.
+    and transformers does not quantize the leaves again, the configuration does not describe codes. If the folder's
+    configuration or options of generation are not the model's, the model's are written. The shards have checksums and
+    replace the shards of an old folder in one step; the files of configuration and tokenizer follow.
 
     Args:
         params: The parameters, and the persistent buffers if the model has any: `tdf.combine(params, buffers)`.
@@ -115,47 +124,107 @@ def save_pretrained(
         scales = [name for name in shapes if _is_scale(name, named)]
         if scales and not any([name in named for name in scales]):
             _remove_codes(beside)
+        if _GENERATION_FILE in beside:
+            beside |= _generation_file(model, beside[_GENERATION_FILE])
     elif source is not None:
         raise error(FileNotFoundError, f"save_pretrained: {os.fspath(source)} is not a folder with a config.json.")
     else:
         beside = _generation_file(model)
-    beside["config.json"] = _config_file(model, beside.get("config.json"), _dtype_name(named))
+    beside[_CONFIG_FILE] = _config_file(model, beside.get(_CONFIG_FILE), loaded, _dtype_name(named))
     os.makedirs(folder, exist_ok=True)
     tree = TensorCollection._open(dict(named)).unflatten_keys(".")
     save(tree, folder, max_shard_size=max_shard_size)
     write_beside(os.fspath(folder), beside)
 
 
-def _generation_file(model: nn.Module) -> dict[str, bytes]:
-    """Return the file with the options of generation: it alone may have the tokens that end a response."""
+def _generation_file(model: nn.Module, given: bytes | None = None) -> dict[str, bytes]:
+    """Return the file with the options of generation: it alone may have the tokens that end a response.
+
+    Nothing is returned for a given file that has the options of the model.
+    """
     generation: Any = getattr(model, "generation_config", None)
     if generation is None:
         return {}
-    return {"generation_config.json": generation.to_json_string().encode()}
+    if given is not None:
+        in_folder = type(generation).from_dict(json.loads(given))
+        if _options_of(in_folder) == _options_of(generation):
+            return {}
+    return {_GENERATION_FILE: generation.to_json_string().encode()}
 
 
-def _config_file(model: nn.Module, given: bytes | None, dtype: str | None) -> bytes:
-    """Return the configuration with a dtype: the given file, which is unchanged if it has it, or the model's."""
+# Any: a configuration of transformers, and JSON.
+def _options_of(generation: Any) -> dict[str, Any]:
+    options = json.loads(generation.to_json_string())
+    return {name: value for name, value in options.items() if name not in _ORIGINS}
+
+
+def _config_file(model: nn.Module, given: bytes | None, folder: "str | os.PathLike[str]", dtype: str | None) -> bytes:
+    """Return the configuration with a dtype: the file of a folder, which is unchanged if it describes the model."""
     if given is None:
-        # Any: an attribute of transformers' models.
-        config: Any = model.config
-        described = {"architectures": [type(model).__name__], **config.to_diff_dict()}
+        described = _own_config(model)
     else:
         described = json.loads(given)
+        own = _with_own_entries(described, model, folder)
+        if own == described and _dtype_in(described) == dtype:
+            return given
+        described = own
     # Older versions of transformers write `torch_dtype`.
     name = "torch_dtype" if "torch_dtype" in described else "dtype"
-    if given is not None and described.get(name) == dtype:
-        return given
     return json.dumps({**described, name: dtype}, indent=2).encode() + b"\n"
+
+
+# Any: JSON.
+def _dtype_in(described: Mapping[str, Any]) -> Any:
+    return described.get("torch_dtype", described.get("dtype"))
+
+
+# Any: JSON.
+def _own_config(model: nn.Module) -> dict[str, Any]:
+    """Return the configuration that transformers writes for a model."""
+    # Any: an attribute of transformers' models.
+    config: Any = model.config
+    return {"architectures": [type(model).__name__], **config.to_diff_dict()}
+
+
+# Any: JSON.
+def _with_own_entries(described: dict[str, Any], model: nn.Module, folder: "str | os.PathLike[str]") -> dict[str, Any]:
+    """Return the entries of a folder, or the model's if it computes with others than these.
+
+    `load_pretrained(folder, rms_norm_eps=...)` makes such a model, and so does an assignment to `model.config`.
+    """
+    # Any: an attribute of transformers' models.
+    config: Any = model.config
+    # A model can be one part of what a folder describes.
+    if described.get("model_type") != config.model_type:
+        return described
+    # From the file: transformers writes infinities in its own way.
+    in_folder = type(config).from_json_file(os.path.join(folder, _CONFIG_FILE)).to_dict()
+    if _computing(in_folder) == _computing(config.to_dict()):
+        return described
+    own = {name: value for name, value in _own_config(model).items() if name not in _OF_FOLDER}
+    return own | {name: described[name] for name in _OF_FOLDER if name in described}
+
+
+# Any: JSON.
+def _computing(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a configuration, at any depth, that decide what a model computes."""
+    found: dict[str, Any] = {}
+    for name, value in entries.items():
+        if name in _OF_FOLDER or name in _NOT_COMPUTING or str(name).startswith("_"):
+            continue
+        # Any: JSON.
+        inner: Any = value
+        found[name] = _computing(inner) if isinstance(value, dict) else value
+    return found
 
 
 def _remove_codes(files: dict[str, bytes]) -> None:
     """Remove the description of codes from the files beside weights that are numbers."""
     files.pop(_CODES_FILE, None)
-    described = json.loads(files.get("config.json", b"{}"))
+    described = json.loads(files.get(_CONFIG_FILE, b"{}"))
     if _CODES in described:
         del described[_CODES]
-        files["config.json"] = json.dumps(described, indent=2).encode() + b"\n"
+        files[_CONFIG_FILE] = json.dumps(described, indent=2).encode() + b"\n"
 
 
 def _dtype_name(leaves: Mapping[str, Tensor]) -> str | None:

@@ -39,6 +39,14 @@ _ABSENT = (403, 404, 405, 501)
 _WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 # The value of servers for a log-prob of minus infinity, which JSON does not have.
 _LOWEST = -9999.0
+# The ends of a response; together.ai and text-generation-inference tell an end-of-sequence token from a stop sequence.
+_ENDS: dict[Any, Literal["stop", "length"]] = {
+    "stop": "stop",
+    "eos": "stop",
+    "eos_token": "stop",
+    "stop_sequence": "stop",
+    "length": "length",
+}
 # A log-prob may be above 0 by rounding, in nats.
 _ROUNDING = 1e-4
 
@@ -364,8 +372,8 @@ def _finish_reason(choices: list[Any], where: str) -> Literal["stop", "length"]:
         RemoteError: The response has no end, or was aborted.
     """
     reason = next((choice["finish_reason"] for choice in choices if choice.get("finish_reason")), None)
-    if reason in ("stop", "length"):
-        return reason
+    if reason in _ENDS:
+        return _ENDS[reason]
     raise RemoteError(
         f"{where}: the response is not complete.",
         expected="finish_reason 'stop' or 'length'",

@@ -242,7 +242,7 @@ def _objects(events: list[str], where: str) -> list[Any]:
     objects = [httpx2.Response(200, text=event).json() for event in events if event != "[DONE]"]
     for each in objects:
         # The status was sent before the failure.
-        if "error" in each:
+        if isinstance(each, dict) and each.get("error") is not None:
             raise _failure(each, where)
     return objects
 

@@ -33,7 +33,7 @@ def open_contents(path: str, files: Files, *, verify: bool) -> Contents:
     Raises:
         FileNotFoundError: The path does not exist, or the folder is without a checkpoint; the message lists its files.
     """
-    if is_index(path):
+    if is_index(_split_query(path)[0]):
         return _open_shards(path, files, verify=verify)
     if files.is_folder(path):
         return _open_folder(path, files, verify=verify)
@@ -94,6 +94,14 @@ def join(folder: str, name: str) -> str:
     return os.path.join(folder, name)
 
 
+def _split_query(path: str) -> tuple[str, str]:
+    """Return a path, and the query of a URL of HTTP: a key or an option that the server wants for each file."""
+    if not path.startswith(("http://", "https://")):
+        return path, ""
+    place, mark, query = path.partition("?")
+    return place, mark + query
+
+
 def read_index(path: str, files: Files, *, verify: bool) -> tuple[bytes, Index]:
     """Read an index; errors name it."""
     with naming(path):
@@ -110,10 +118,12 @@ def read_index(path: str, files: Files, *, verify: bool) -> tuple[bytes, Index]:
 
 def _open_shards(path: str, files: Files, *, verify: bool) -> Contents:
     raw, index = read_index(path, files, verify=verify)
-    folder = path[: max(path.rfind("/"), path.rfind(os.sep)) + 1]
+    place, query = _split_query(path)
+    folder = place[: max(place.rfind("/"), place.rfind(os.sep)) + 1]
     while True:
         try:
-            return _open_files(path, [folder + name for name in index.files], files, index, verify=verify)
+            names = [f"{folder}{name}{query}" for name in index.files]
+            return _open_files(path, names, files, index, verify=verify)
         except FileNotFoundError as err:
             # Another save may have replaced the index, and deleted the shards of the old one.
             again, index = read_index(path, files, verify=verify)

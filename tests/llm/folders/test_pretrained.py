@@ -34,7 +34,8 @@ def write(family, folder, **options):
 
 def read_beside(folder):
     """The files beside the weights."""
-    return {name: (folder / name).read_bytes() for name in ("config.json", "tokenizer.json")}
+    names = ("config.json", "generation_config.json", "tokenizer.json")
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
 
 
 @pytest.mark.parametrize("family", quick(FAMILIES, "llama", "qwen3_moe", "gpt2", "gpt_oss"))
@@ -135,6 +136,45 @@ def test_a_kept_configuration_gets_the_dtype_of_the_tree(name, tmp_path):
 
     save_pretrained(params, tmp_path / "out", model=model, source=tmp_path / "source")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**config, name: "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rms_norm_eps": 0.5},
+        {"hidden_act": "relu"},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("is_loaded", [True, False], ids=["an option of load_pretrained", "an assignment"])
+def test_a_model_with_other_entries_than_its_folder_comes_back(is_loaded, options, tmp_path):
+    """The configuration that is written describes the model that was trained, and keeps what is the folder's."""
+    write("llama", tmp_path / "source", initializer_range=0.5)
+    file = tmp_path / "source" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": {"AutoConfig": "code.Config"}}))
+    model = load_pretrained(tmp_path / "source", **options if is_loaded else {})
+    for name, value in options.items():
+        setattr(model.config, name, value)
+    # Modules read their entries when they are made.
+    model = type(model)(model.config).eval()
+    ids = torch.arange(8).reshape(1, -1)
+
+    save_pretrained(tdf.from_module(model).detach(), tmp_path / "out", model=model, source=tmp_path / "source")
+
+    assert torch.equal(load_pretrained(tmp_path / "out")(ids).logits, model(ids).logits)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"] == {"AutoConfig": "code.Config"}
+
+
+def test_changed_options_of_generation_are_kept(tmp_path):
+    """A model that ends its responses with other tokens than its folder says comes back with them."""
+    write("llama", tmp_path / "source")
+    model = load_pretrained(tmp_path / "source")
+    model.generation_config.eos_token_id = [2, 7]
+
+    save_pretrained(tdf.from_module(model).detach(), tmp_path / "out", model=model)
+
+    assert load_pretrained(tmp_path / "out").generation_config.eos_token_id == [2, 7]
 
 
 LAYER = ("model", "layers", "0")

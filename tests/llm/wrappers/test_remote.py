@@ -417,6 +417,23 @@ def altered(answer, **changes):
     return {"choices": [{**answer["choices"][0], **changes}]}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("change", [{"finish_reason": "eos"}, {"finish_reason": "eos_token"}, {"error": None}], ids=str)
+def test_the_answers_of_other_servers_are_read(change, stream, serve):
+    """Other names of the end of a response, and an error that there is not."""
+    service = serve(ids_endpoint=False)
+
+    def alter(answer):
+        choice = answer["choices"][0]
+        reason = choice["finish_reason"] and change.get("finish_reason", "stop")
+        own = {name: value for name, value in change.items() if name == "error"}
+        return {"choices": [{**choice, "finish_reason": reason}], **own}
+
+    service.alter = alter
+    (found,) = connect(service, stream=stream).generate_tokens(PROMPTS[:1], parse())
+    assert found.finish_reason == "stop"
+
+
 def test_an_answer_that_does_not_fit_raises(serve):
     """No tokens or log-probs are made up or mixed up; a page of a proxy is not an answer."""
     service = serve(ids_endpoint=False)
