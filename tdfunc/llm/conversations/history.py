@@ -30,6 +30,7 @@ from tdfunc.llm.messages.message import (
     FIELDS,
     UNCOMPARED,
     as_compared,
+    as_lists,
     is_message,
     read_messages,
     read_tools,
@@ -137,7 +138,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             >>> History.from_chats([{"role": "assistant", "tool_calls": [call]}]).content
             [None]
         """
-        return _read_chats(cls, chats, "from_chats")
+        return _read_chats(cls, as_lists(chats), "from_chats")
 
     @classmethod
     def from_text(
