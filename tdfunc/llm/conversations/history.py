@@ -323,7 +323,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             return_assistant_tokens_mask: Add `assistant_masks`, True on the tokens of assistant messages, their
                 end-of-turn token included; implies `return_dict`.
             **kwargs: `max_length`, `padding_side`, `truncation_side`, `unsafe` (allow control strings in the contents
-                of a text); others are options of the tokenizer's template.
+                of a text), and `tools`, for conversations without their own. Others are variables of the tokenizer's
+                template; one that it does not read is an error.
 
         Returns:
             For one conversation a text, a list or tensor of ids, or a tree without batch. For several conversations a

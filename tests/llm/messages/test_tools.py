@@ -76,6 +76,13 @@ def test_tools_are_read_in_any_form(entrance, form, template, tmp_path):
     assert found == history.apply_chat_template(add_generation_prompt=False, **how)
 
 
+def test_tools_of_the_call_that_are_not_used_are_counted():
+    """A conversation keeps its own tools; the others get those of the call."""
+    history = History.from_chats([{"messages": CHAT, "tools": TOOLS}, CHAT])
+    with pytest.warns(UserWarning, match="not used for 1 of 2 conversations"):
+        history.apply_chat_template(tokenizer=make_tokenizer(JINJA), tools=[OTHER])
+
+
 @pytest.mark.parametrize("form", NONE)
 @pytest.mark.parametrize("entrance", ENTRANCES)
 def test_no_tools_in_any_form(entrance, form, tmp_path):
