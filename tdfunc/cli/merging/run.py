@@ -87,7 +87,7 @@ def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bo
 
 
 def _note_filters(config: Config, recipe: Recipe) -> None:
-    """Note the filters that choose no leaf: their values are not used, as those of a misspelled name."""
+    """Note the filters that choose no leaf: their values are not used. A name may be misspelled."""
     names = [dotted(row.path) for row in recipe.rows.values()]
     for wanted in config.filters:
         if wanted != "*" and not any(wanted in name for name in names):

@@ -43,7 +43,7 @@ class ChatOptions:
 def apply_template(history: Any, options: ChatOptions, tools: Sequence[Any] | None) -> Any:
     """Return conversations in the form of the options; `tools` are for conversations without their own tools."""
     flat: list[Conversation] = []
-    # The conversations whose own tools are others than those of the call.
+    # The conversations with tools, which differ from the tools of the call.
     with_others: list[int] = []
 
     def number(chat: Any) -> int:

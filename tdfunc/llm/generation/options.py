@@ -345,7 +345,7 @@ def _of_config(config: "GenerationConfig | None") -> dict[str, Any]:
 
 # Any: the values are what the caller passed.
 def _drop_foreign(entries: dict[str, Any], known: Mapping[str, Any]) -> None:
-    """Remove the entries that transformers has no option of, which some models read in code of their own."""
+    """Remove the entries that transformers has no option of, which the code of some models reads."""
     foreign = sorted(entries.keys() - known.keys())
     if not foreign:
         return

@@ -78,8 +78,9 @@ class JinjaTemplate(AbstractTemplate):
         """Return the Jinja texts of which one is rendered: tokenizers may have another one for tools."""
         if not isinstance(self.tokenizer.chat_template, dict):
             return self.source
+        # Not `source`: there may be none for conversations without tools.
         named: dict[str, str] = self.tokenizer.chat_template
-        return "\n".join([self.source, *named.values()])
+        return "\n".join([self.chat_template or "", *named.values()])
 
     @from_tokenizer
     def _own(self) -> Any:
