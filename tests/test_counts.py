@@ -59,6 +59,14 @@ def record_of_an_optimizer(n, tmp_path):
     return lambda: step(tree, state)
 
 
+def step_of_groups(n, tmp_path):
+    """Give each leaf its own optimizer, and do a step."""
+    tree = flat(n)
+    optimizer = tdf.optim.multi({f"k{i:05}": tdf.optim.sgd(0.1 * i) for i in range(n)})
+    state = optimizer.init(tree)
+    return lambda: optimizer.update(tree, tree, state)
+
+
 def filter_of_names(n, tmp_path):
     """Choose leaves by their names, one by one."""
     tree, chosen = flat(n), reduce(operator.or_, map(Filter, [f"k{i:05}" for i in range(0, n, 2)]))
@@ -115,6 +123,7 @@ CASES = {
     update_of_ties: (24, 4.5),
     value_of_a_leaf_with_many_names: (24, 4.5),
     record_of_an_optimizer: (24, 4.5),
+    step_of_groups: (24, 4.5),
     filter_of_names: (24, 4.5),
     ranks_by_name: (24, 4.5),
     # Of a binary tree: a logarithm more.

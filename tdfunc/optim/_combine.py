@@ -14,7 +14,7 @@ from tdfunc.core.types import Path
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.ops.base.convert import join_nodes
 from tdfunc.ops.base.reading import entries
-from tdfunc.ops.edits.structure import keep_leaves
+from tdfunc.ops.edits.structure import keep_leaves, part_leaves
 from tdfunc.optim._apart import lie_apart
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._checks import check_active, check_keys, check_state, check_tree
@@ -103,10 +103,10 @@ class Multi(AbstractOptimizer):
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first step; raises FilterError if a filter or a leaf has no match."""
-        data: dict[str, Any] = {
-            str(i): optimizer.init(keep_leaves(params, paths))
-            for i, (optimizer, paths) in enumerate(zip(self.groups.values(), self._choose(params), strict=True))
-        }
+        parts = part_leaves(params, self._choose(params))
+        data: dict[str, Any] = {}
+        for i, (optimizer, part) in enumerate(zip(self.groups.values(), parts, strict=True)):
+            data[str(i)] = optimizer.init(part)
         return join_nodes(data, params._batch_size, params._device, params._names)
 
     def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
@@ -128,9 +128,10 @@ class Multi(AbstractOptimizer):
         check_tree("multi", "params", params)
         found = entries(params)
         numbers = assign(found, {where: i for i, where in enumerate(self.groups)}, "multi")
+        used = set(numbers)
         for i, where in enumerate(self.groups):
             matches = 0
-            if found and i not in numbers:
+            if found and i not in used:
                 matches = sum(where.mask(found))
             # A filter for all leaves that are left may find none; one for some leaves comes too late.
             if 0 < matches < len(found):
@@ -140,7 +141,11 @@ class Multi(AbstractOptimizer):
                     got=f"{matches} matches, all in groups before it",
                     hint="put this group first: a leaf goes to the first filter that matches it.",
                 )
-        return [_paths_where(found, [number == i for number in numbers]) for i in range(len(self.groups))]
+        chosen: list[set[Path]] = [set() for _ in self.groups]
+        for entry, number in zip(found, numbers, strict=True):
+            # A tied leaf goes there under all of its names.
+            chosen[number].update(entry.paths)
+        return chosen
 
 
 def _paths_where(found: list[Entry], mask: list[bool]) -> set[Path]:
@@ -164,9 +169,9 @@ def _step_parts(params: T, grads: TensorCollection, steps: list[Any], how: How) 
     if torch.is_grad_enabled() and carry_graph(writes, reads):
         # Each part decides by its own leaves. As results, they are followed where others are.
         params = rebuild(params, [leaf.view_as(leaf) if leaf.requires_grad else leaf for leaf in writes])
-    for optimizer, paths, state in steps:
-        part = keep_leaves(params, paths)
-        given = keep_leaves(grads, paths)
+    chosen = [paths for _, paths, _ in steps]
+    parts = zip(steps, part_leaves(params, chosen), part_leaves(grads, chosen), strict=True)
+    for (optimizer, _, state), part, given in parts:
         new, state = optimizer.update(part, given, state, active=how.active, donate=apart)
         leaves.update(zip(list_paths(part), list_leaves(new), strict=True))
         states.append(state)
@@ -176,8 +181,8 @@ def _step_parts(params: T, grads: TensorCollection, steps: list[Any], how: How) 
 # Any: the states.
 def _eval_parts(params: T, steps: list[Any]) -> T:
     leaves = dict(zip(list_paths(params), list_leaves(params), strict=True))
-    for optimizer, paths, state in steps:
-        part = keep_leaves(params, paths)
+    parts = part_leaves(params, [paths for _, paths, _ in steps])
+    for (optimizer, _, state), part in zip(steps, parts, strict=True):
         leaves.update(zip(list_paths(part), list_leaves(optimizer.eval_params(part, state)), strict=True))
     return rebuild(params, list(leaves.values()))
 

@@ -152,6 +152,8 @@ def test_an_entry_that_mergekit_does_not_read_is_noted(entry, value, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("models: [{model: a}]\nmodels: [{model: b}]", "line 2 has the entry 'models' of its mapping a second time"),
+        ("x:\n- {a: 1, a: 1}", "line 2 has the entry 'a'"),
         ("a: [", "is not YAML"),
         ("x: 2020-13-45", "is not YAML"),
         ("[" * 5_000 + "]" * 5_000, "is not YAML"),
@@ -282,3 +284,32 @@ def test_a_parameter_of_the_merge_is_not_of_one_model(method, parameter):
         tdf.UnsupportedError, match=rf"these parameters of {method} are given for one model: {parameter}\."
     ):
         make_config(doc)
+
+
+def test_a_mapping_may_replace_entries_of_another():
+    """`<<` copies entries, of which own entries take the place, also where an alias comes back."""
+    text = """
+    merge_method: linear
+    models:
+      - {model: a, parameters: &p {weight: 1}}
+      - {model: b, parameters: &q {<<: *p, weight: 2}}
+      - {model: c, parameters: {<<: *q}}
+    """
+    (one,) = read_config(text).modules[""]
+    assert [each.parameters["weight"] for each in one.inputs] == [1, 2, 2]
+
+
+@pytest.mark.parametrize(("filter_", "is_noted"), [("atn", True), ("att", False), ("*", False)])
+def test_a_filter_of_no_leaf_is_noted(filter_, is_noted, tmp_path):
+    """Its value would be dropped without a word."""
+    paths = [tmp_path / f"{name}.safetensors" for name in "ab"]
+    for path in paths:
+        tdf.save(tdf.TensorDict({"att": {"w": torch.randn(3)}}), path)
+    weight = [{"filter": filter_, "value": 0.3}, {"value": 0.7}]
+    doc = {"merge_method": "linear", "models": [{"model": str(path)} for path in paths]}
+    config = tmp_path / "c.yaml"
+    config.write_text(yaml.safe_dump(doc | {"parameters": {"weight": weight}}))
+
+    result = run("merge", "--config", config, "-o", tmp_path / "o.safetensors")
+
+    assert ("is in the name of no leaf" in result.err) == is_noted

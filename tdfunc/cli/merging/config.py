@@ -59,6 +59,20 @@ class Config:
                 models += [one.base, *[each.model for each in one.inputs]]
         return list(dict.fromkeys(path for path in models if path is not None))
 
+    @property
+    def filters(self) -> list[str]:
+        """The filters of all conditions, each once."""
+        every = [self.parameters, *self.module_parameters.values()]
+        for slices in self.modules.values():
+            for one in slices:
+                every += [one.parameters, *[each.parameters for each in one.inputs]]
+        found: dict[str, None] = {}
+        for settings in every:
+            for value in settings.values():
+                conditions = value if isinstance(value, list) else [value]
+                found |= {one["filter"]: None for one in conditions if isinstance(one, dict) and one.get("filter")}
+        return list(found)
+
 
 def read_config(text: str) -> Config:
     """Read the YAML of a configuration.
@@ -72,9 +86,15 @@ def read_config(text: str) -> Config:
     except ImportError as err:
         raise error(ImportError, "merge --config needs pyyaml.", hint='pip install "tdfunc[cli]".') from err
 
+    # The mappings whose own keys were checked: an alias comes back with the keys of others in it.
+    checked = set[int]()
+
     class Loader(yaml.SafeLoader):
         # Any: a node of YAML, which has no stubs.
         def flatten_mapping(self, node: Any) -> None:
+            if id(node) not in checked:
+                checked.add(id(node))
+                _check_keys(node)
             super().flatten_mapping(node)
             if len(node.value) > _MAX_KEYS:
                 raise error(ValueError, f"a mapping has more than {_MAX_KEYS} entries")
@@ -85,6 +105,21 @@ def read_config(text: str) -> Config:
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as err:
         raise error(ValueError, "merge: the configuration is not YAML.", got=str(err)) from err
     return make_config(found)
+
+
+# Any: a node of YAML, which has no stubs.
+def _check_keys(node: Any) -> None:
+    """Raise if a mapping has a key twice: YAML's reader would drop the first value."""
+    known = set[tuple[str, str]]()
+    for key, _ in node.value:
+        if not isinstance(key.value, str):
+            continue
+        # 1 and "1" are two keys.
+        name = key.tag, key.value
+        if name in known:
+            line = key.start_mark.line + 1
+            raise error(ValueError, f"line {line} has the entry {safe(key.value)[:80]!r} of its mapping a second time")
+        known.add(name)
 
 
 def from_options(

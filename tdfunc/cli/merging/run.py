@@ -50,6 +50,7 @@ def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bo
         target = make_target(_in_shards(target, origin), origin)
         _prepare(list(sources.values()))
         recipe = plan(config, Models(sources))
+        _note_filters(config, recipe)
         vocabulary = None
         if config.tokenizer is not None:
             vocabulary = make_vocabulary(config, config.models)
@@ -83,6 +84,14 @@ def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bo
             )
             write(target, recipe.tree, merger.values, origin, lost)
         write_beside(target.path, beside)
+
+
+def _note_filters(config: Config, recipe: Recipe) -> None:
+    """Note the filters that choose no leaf: their values are not used. A name may be misspelled."""
+    names = [dotted(row.path) for row in recipe.rows.values()]
+    for wanted in config.filters:
+        if wanted != "*" and not any(wanted in name for name in names):
+            note(f"the filter {safe(wanted)[:80]!r} is in the name of no leaf, and its value is not used.")
 
 
 def _dtype_of(config: Config) -> torch.dtype | None:

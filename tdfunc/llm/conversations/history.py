@@ -30,6 +30,7 @@ from tdfunc.llm.messages.message import (
     FIELDS,
     UNCOMPARED,
     as_compared,
+    as_lists,
     is_message,
     read_messages,
     read_tools,
@@ -137,7 +138,7 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             >>> History.from_chats([{"role": "assistant", "tool_calls": [call]}]).content
             [None]
         """
-        return _read_chats(cls, chats, "from_chats")
+        return _read_chats(cls, as_lists(chats), "from_chats")
 
     @classmethod
     def from_text(
@@ -322,7 +323,8 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
             return_assistant_tokens_mask: Add `assistant_masks`, True on the tokens of assistant messages, their
                 end-of-turn token included; implies `return_dict`.
             **kwargs: `max_length`, `padding_side`, `truncation_side`, `unsafe` (allow control strings in the contents
-                of a text); others are options of the tokenizer's template.
+                of a text), and `tools`, for conversations without their own. Others are variables of the tokenizer's
+                template; one that it does not read is an error.
 
         Returns:
             For one conversation a text, a list or tensor of ids, or a tree without batch. For several conversations a

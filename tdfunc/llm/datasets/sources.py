@@ -10,6 +10,7 @@ import xxhash
 
 from tdfunc.core.errors import ConcurrencyError, MissingKeyError, UnsupportedError, brief, error
 from tdfunc.llm.conversations.jsonl import json_lines
+from tdfunc.llm.messages.message import as_lists
 
 _PIECE_BYTES = 4 << 20
 _ROWS = 1024
@@ -110,7 +111,8 @@ class Records:
             for name in self._entries:
                 if name not in record:
                     raise MissingKeyError(f"Record {i} has no {name!r}.", got=brief(list(record)))
-            yield {name: record[name] for name in (*self._entries, *self._optional) if name in record}
+            names = [name for name in (*self._entries, *self._optional) if name in record]
+            yield {name: as_lists(record[name]) for name in names}
 
     @cached_property
     def digest(self) -> str:

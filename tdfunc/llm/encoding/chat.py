@@ -1,5 +1,6 @@
 """`apply_chat_template`: conversations as text, ids, padded tensors, or trees with masks."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -42,16 +43,26 @@ class ChatOptions:
 def apply_template(history: Any, options: ChatOptions, tools: Sequence[Any] | None) -> Any:
     """Return conversations in the form of the options; `tools` are for conversations without their own tools."""
     flat: list[Conversation] = []
+    # The conversations with tools, which differ from the tools of the call.
+    with_others: list[int] = []
 
     def number(chat: Any) -> int:
         conversation = without_ids(conversation_in(chat))
         if tools and not conversation.tools:
             conversation = conversation._replace(tools=list(tools))
+        elif tools and conversation.tools != list(tools):
+            with_others.append(len(flat))
         flat.append(conversation)
         return len(flat) - 1
 
     # The place in `flat` of each conversation, nested as the batch.
     nested = per_conversation(number, history)
+    if with_others:
+        warnings.warn(
+            f"apply_chat_template: tools= is not used for {len(with_others)} of {len(flat)} conversations, which have "
+            "other tools of their own.",
+            stacklevel=3,
+        )
     if not options.tokenize:
         texts = _render(flat, options)
         return _map(nested, texts.__getitem__)

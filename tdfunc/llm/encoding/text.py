@@ -16,6 +16,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import brief, error
 from tdfunc.llm.encoding.encode import encode_texts, known_text
 from tdfunc.llm.encoding.padding import EncodedRow, Layout, arrange, pad_id_of
+from tdfunc.llm.rows.packing import as_mask
 from tdfunc.llm.templates.base import text_tokenizer
 
 
@@ -160,11 +161,14 @@ def detokenize(tokenizer: Any, tokens: Any, mask: Tensor | None = None, *, skip_
     Args:
         tokenizer: A tokenizer or processor of transformers.
         tokens: Ids as a tensor (*B, T) or (nested) lists of ids; or a tree with `input_ids` and `attention_mask`.
-        mask: False at pads, for a tensor (*B, T).
+        mask: False or 0 at pads, for a tensor (*B, T).
         skip_special_tokens: Leave out control tokens.
 
     Returns:
         A text, or lists of texts nested as the batch.
+
+    Raises:
+        LeafMismatchError: The mask has numbers to add to attention scores.
     """
     own = text_tokenizer(tokenizer)
 
@@ -175,7 +179,8 @@ def detokenize(tokenizer: Any, tokens: Any, mask: Tensor | None = None, *, skip_
                 return [texts(row) for row in tree.unbind(0)]
             return texts(tree["input_ids"], tree.get("attention_mask", None))
         if isinstance(ids, Tensor) and ids.ndim == 1:
-            row = ids if real is None else ids[real]
+            # Masks of transformers are integers, which would choose places.
+            row = ids if real is None else ids[as_mask(real, "detokenize")]
             ids = row.tolist()
         if isinstance(ids, (list, tuple)) and all([isinstance(item, int) for item in ids]):
             return own.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

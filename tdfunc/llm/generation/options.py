@@ -1,6 +1,7 @@
 """`GenerationOptions`, the options of generation under one meaning for every engine, and `Response`, its results."""
 
 import math
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -27,14 +28,25 @@ _COUNTS = {"max_new_tokens": 0, "min_new_tokens": 0, "num_return_sequences": 1, 
 _OFF = {"top_p": 1, "min_p": 0}
 # The names of a GenerationConfig, and ours.
 _CONFIG = {"stop_strings": "stop_sequences", "eos_token_id": "eos_token_ids"}
-# Entries of a GenerationConfig that concern the form of its results, which is another one here.
+# Entries of a GenerationConfig that concern the form of its results, which is another one here, or the way to them:
+# caches, compilation and assisted decoding, which samples from the same distribution.
 _IGNORED = frozenset(
     {
-        "_from_model_config", "bos_token_id", "decoder_start_token_id", "output_attentions", "output_hidden_states",
-        "output_logits", "output_scores", "pad_token_id", "return_dict_in_generate", "transformers_version",
-        "use_cache",
+        "_from_model_config", "assistant_confidence_threshold", "assistant_lookbehind", "bos_token_id", "cache_config",
+        "cache_implementation", "compile_config", "continuous_batching_config", "decoder_start_token_id",
+        "disable_compile", "is_assistant", "low_memory", "max_cache_len", "max_matching_ngram_size",
+        "num_assistant_tokens", "num_assistant_tokens_schedule", "output_attentions", "output_hidden_states",
+        "output_logits", "output_scores", "pad_token_id", "prefill_chunk_size", "prompt_lookup_num_tokens",
+        "return_dict_in_generate", "target_lookbehind", "transformers_version", "use_cache",
     }
 )  # fmt: skip
+# The values at which entries of a GenerationConfig have no effect.
+_WITHOUT_EFFECT: dict[str, Any] = {
+    "top_k": 0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "diversity_penalty": 0.0,
+    "num_beam_groups": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0, "min_length": 0, "renormalize_logits": False, "remove_invalid_values": False,
+    "token_healing": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -317,8 +329,10 @@ def _of_config(config: "GenerationConfig | None") -> dict[str, Any]:
         return {}
     entries: dict[str, Any] = {}
     for name, value in config.to_dict().items():
-        if value is not None and name not in _IGNORED:
+        is_off = name in _WITHOUT_EFFECT and value == _WITHOUT_EFFECT[name]
+        if value is not None and name not in _IGNORED and not is_off:
             entries[name] = value
+    _drop_foreign(entries, vars(type(config)()))
     limit = entries.pop("max_length", None)
     if limit is not None and "max_new_tokens" not in entries:
         raise error(
@@ -327,3 +341,18 @@ def _of_config(config: "GenerationConfig | None") -> dict[str, Any]:
             got=f"max_length={limit}",
         )
     return {_CONFIG.get(name, name): value for name, value in entries.items()}
+
+
+# Any: the values are what the caller passed.
+def _drop_foreign(entries: dict[str, Any], known: Mapping[str, Any]) -> None:
+    """Remove the entries that transformers has no option of, which the code of some models reads."""
+    foreign = sorted(entries.keys() - known.keys())
+    if not foreign:
+        return
+    for name in foreign:
+        del entries[name]
+    warnings.warn(
+        f"generate: the GenerationConfig has the entries {brief(foreign)}, which are no options of transformers and "
+        "are not used.",
+        stacklevel=5,
+    )

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from tdfunc.core.errors import MissingKeyError, error
 from tdfunc.core.keys import did_you_mean
 from tdfunc.llm.messages.content import as_content, text_of
@@ -172,6 +174,20 @@ def _check_function(function: Mapping[str, Any], where: str) -> None:
 
 
 # Any: a value of a data set.
+def as_lists(value: Any) -> Any:
+    """Return a value with lists in place of numpy's arrays, as which pandas reads the lists of parquet files."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list):
+        items: list[Any] = value
+        return [as_lists(item) for item in items]
+    if isinstance(value, dict):
+        entries: dict[Any, Any] = value
+        return {key: as_lists(item) for key, item in entries.items()}
+    return value
+
+
+# Any: a value of a data set.
 def read_tools(given: Any, where: str, *, is_filled: bool = True) -> list[Any] | None:
     """Return the schemas of tools as dicts; None without tools.
 
@@ -185,7 +201,9 @@ def read_tools(given: Any, where: str, *, is_filled: bool = True) -> list[Any] |
     Raises:
         TypeError: The tools are something else.
     """
-    value = None if given == "" else read_json(given)
+    # A table of pandas has NaN where a record has no tools.
+    is_missing = given == "" or (isinstance(given, float) and given != given)
+    value = None if is_missing else read_json(given)
     if value is None:
         return None
     if not isinstance(value, Sequence) or isinstance(value, str):

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from tdfunc.core.errors import error
+from tdfunc.core.errors import brief, error
+from tdfunc.core.keys import did_you_mean
 from tdfunc.llm.messages.message import Message, read_json
 from tdfunc.llm.templates.base import (
     AbstractTemplate,
@@ -39,6 +40,11 @@ _PROBES = (
 # A value of an argument.
 _SHOWN = "qzxwv"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_WORD = re.compile(r"\w+")
+# Words of Jinja itself, such as "for", are no longer than this.
+_SHORT = 4
+# Options that are not of the template.
+_LAYOUT = ("max_length", "padding_side", "truncation_side", "unsafe")
 # Fields that a template may read.
 _RENDERED = frozenset(("role", "content", "tool_calls", "tool_responses", "name", "tool_call_id", "reasoning_content"))
 
@@ -53,12 +59,28 @@ class JinjaTemplate(AbstractTemplate):
         chat_template: A Jinja text, or the name of a template of the tokenizer. The default is the tokenizer's default.
         options: Variables of the template, such as `enable_thinking`.
         lossy: Render messages although the template leaves out some of their fields; otherwise they are refused.
+
+    Raises:
+        ValueError: The template has no such variable, so that the option would be ignored.
     """
 
     tokenizer: Any
     chat_template: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     lossy: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if self.options and not renders_itself(self.tokenizer):
+            _check_options(self.options, self._all_sources())
+
+    def _all_sources(self) -> str:
+        """Return the Jinja texts of which one is rendered: tokenizers may have another one for tools."""
+        if not isinstance(self.tokenizer.chat_template, dict):
+            return self.source
+        # Not `source`: there may be none for conversations without tools.
+        named: dict[str, str] = self.tokenizer.chat_template
+        return "\n".join([self.chat_template or "", *named.values()])
 
     @from_tokenizer
     def _own(self) -> Any:
@@ -382,6 +404,24 @@ class JinjaTemplate(AbstractTemplate):
             return closing_tag(self._texts([chat], generation_prompt=True)[0])
         except Exception:
             return None
+
+
+# Any: a value of a variable.
+def _check_options(options: Mapping[str, Any], source: str) -> None:
+    """Raise if a Jinja text does not have the name of an option: Jinja ignores a variable that is not read."""
+    words = set(_WORD.findall(source))
+    for name, value in options.items():
+        if name in words:
+            continue
+        hint = did_you_mean(name, sorted({*_LAYOUT, *[word for word in words if len(word) > _SHORT]}))
+        if isinstance(value, Mapping):
+            hint = f"pass its entries one by one: **{name}."
+        raise error(
+            ValueError,
+            f"apply_chat_template: {name!r} is not an option, and the chat template has no such variable.",
+            got=f"{name}={brief(value)}",
+            hint=hint or "leave it out, because the template would ignore it.",
+        )
 
 
 # Any: transformers is optional.

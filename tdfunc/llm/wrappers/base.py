@@ -191,7 +191,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         side = getattr(self._text_tokenizer, "truncation_side", "right")
         given: dict[str, Any] = {"truncation_side": side, **(options.tokenizer_kwargs or {})}
         truncation = {name: given.pop(name) for name in CUTS if name in given}
-        # The others are `add_special_tokens` or the options of the template.
+        # Conversations have the special tokens of their template alone.
+        adds_special_tokens = given.pop("add_special_tokens", True)
         self._template: TokenTemplate | None = None
         if options.input_mode == "history":
             chosen = options.chat_template_name or options.chat_template
@@ -203,7 +204,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             self._text_tokenizer,
             self._template,
             Layout(**truncation),
-            given.get("add_special_tokens", True),
+            adds_special_tokens,
         )
         self._reader.layout.check("LLMWrapper")
 

@@ -84,6 +84,14 @@ def test_one_text_and_other_forms_of_ids():
     assert detokenize(PLAIN, torch.stack([ids, ids]), torch.stack([ids > 0, ids < 0])) == ["the fox .", ""]
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_a_mask_of_integers_marks_pads(dtype):
+    """`detokenize` reads the masks of transformers, which are integers, as those of bools."""
+    padded = tokenize_text(PLAIN, ["the fox", "the fox . the fox"], padding=True)
+    encoded = padded.set("attention_mask", padded["attention_mask"].to(dtype))
+    assert detokenize(PLAIN, encoded) == ["the fox", "the fox . the fox"]
+
+
 def test_special_tokens_are_skipped_unless_they_are_asked_for():
     """The end of turn is one."""
     assert detokenize(PLAIN, [PLAIN.eos_token_id]) == ""

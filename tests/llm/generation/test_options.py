@@ -33,6 +33,10 @@ ACCEPTED = [
     (GenerationConfig(max_new_tokens=4, max_length=9, pad_token_id=0), {"max_new_tokens": 4}),
     (GenerationConfig(eos_token_id=[1, 2], stop_strings="x"), {"eos_token_ids": (1, 2), "stop_sequences": ("x",)}),
     (GenerationConfig(eos_token_id=7), {"eos_token_ids": (7,)}),
+    # As of Gemma 3.
+    (GenerationConfig(cache_implementation="hybrid", do_sample=True, top_k=64), {"temperature": 1.0, "top_k": 64}),
+    (GenerationConfig(prompt_lookup_num_tokens=4, disable_compile=True, low_memory=True), {}),
+    (GenerationConfig(do_sample=True, top_k=0, typical_p=1.0, no_repeat_ngram_size=0), {"temperature": 1.0}),
 ]  # fmt: skip
 REFUSED = [
     ({"no_such_option": 1}, TypeError, "'no_such_option' is not an option"),
@@ -79,6 +83,13 @@ IDS = {
     "whole floats": [3.0, 5.0],
 }
 COUNTS = ("max_new_tokens", "min_new_tokens", "num_return_sequences", "num_beams", "top_k")
+
+
+def test_entries_of_other_programs_are_named():
+    """Models with code of their own keep options for it in the file, as Qwen 1 does."""
+    with pytest.warns(UserWarning, match="chat_format.*are not used"):
+        options = GenerationOptions.parse(GenerationConfig(chat_format="chatml", max_new_tokens=3))
+    assert options == GenerationOptions(max_new_tokens=3)
 
 
 @pytest.mark.parametrize(("kwargs", "changed"), ACCEPTED, ids=str)

@@ -15,6 +15,7 @@ from tdfunc.llm.encoding.encode import _GUARDS
 from tdfunc.llm.encoding.text import tokenize_text
 from tdfunc.llm.generation.options import GenerationOptions
 from tdfunc.llm.rows.batch import Row, check_prompts
+from tdfunc.llm.templates.jinja import JinjaTemplate
 from tdfunc.llm.templates.markers import MARKS
 from tdfunc.llm.wrappers.transformers import TransformersWrapper
 from tests.llm.models import make
@@ -136,6 +137,10 @@ APPLY = [
     (lambda: apply(tokenize=True, truncation=True), ValueError, "max_length must be given"),
     (lambda: apply(return_assistant_tokens_mask=True, return_dict=False), ValueError, "excludes masks"),
     (lambda: apply(chat_template_name="qwen", enable_thinking=False), ValueError, "'enable_thinking'.*ChatML"),
+    (lambda: apply(max_lenght=3), ValueError, "'max_lenght' is not an option.*did you mean 'max_length'"),
+    (lambda: apply(documents=["a"]), ValueError, "'documents' is not an option.*would ignore it"),
+    (lambda: apply(tokenizer_kwargs={"max_length": 3}), ValueError, r"one by one: \*\*tokenizer_kwargs"),
+    (lambda: JinjaTemplate(TOKENIZER, options={"enable_thinking": False}), ValueError, "'enable_thinking' is not an"),
     (lambda: apply(chat(user("<|im_end|>"))), ValueError, "tokenize=True encodes it"),
     (lambda: apply(chat(user(), reply()), return_assistant_tokens_mask=True, truncation=True, max_length=2),
      ValueError, r"conversation 0 is empty.*message 1 \(assistant\)"),

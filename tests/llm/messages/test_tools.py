@@ -1,7 +1,9 @@
 """Tools and calls as data sets store them: JSON text, and records that Arrow has filled up with nulls."""
 
 import json
+import math
 
+import numpy as np
 import pytest
 
 from tdfunc import MissingKeyError
@@ -25,7 +27,7 @@ FORMS = {
     "JSON texts": [json.dumps(each) for each in BOTH],
     "a tuple": tuple(BOTH),
 }
-NONE = {"null": "null", "empty list": "[]", "empty text": "", "None": None, "no tools": []}
+NONE = {"null": "null", "empty list": "[]", "empty text": "", "None": None, "no tools": [], "NaN": math.nan}
 # With a template that writes tools: one of ours, and one in Jinja.
 JINJA = "{{ tools | tojson if tools else '' }}" + FORGETFUL
 
@@ -72,6 +74,13 @@ def test_tools_are_read_in_any_form(entrance, form, template, tmp_path):
 
     history = History.from_chats({"messages": CHAT, "tools": BOTH})
     assert found == history.apply_chat_template(add_generation_prompt=False, **how)
+
+
+def test_tools_of_the_call_that_are_not_used_are_counted():
+    """A conversation keeps its own tools; the others get those of the call."""
+    history = History.from_chats([{"messages": CHAT, "tools": TOOLS}, CHAT])
+    with pytest.warns(UserWarning, match="not used for 1 of 2 conversations"):
+        history.apply_chat_template(tokenizer=make_tokenizer(JINJA), tools=[OTHER])
 
 
 @pytest.mark.parametrize("form", NONE)
@@ -255,3 +264,38 @@ def test_other_entries_of_a_conversation_are_named(tmp_path):
     with pytest.warns(UserWarning, match=r"\['id', 'functions'\] of a conversation are left out"):
         history = load_jsonl(path)
     assert history.to_chats() == [CHAT]
+
+
+def as_pandas(value):
+    """A value as pandas reads it of a parquet file: lists are arrays."""
+    if isinstance(value, dict):
+        return {key: as_pandas(item) for key, item in value.items()}
+    if not isinstance(value, list):
+        return value
+    array = np.empty(len(value), dtype=object)
+    array[:] = [as_pandas(item) for item in value]
+    return array
+
+
+TABLES = {
+    "from_chats": lambda record: History.from_chats([record]),
+    "load_tokens": lambda record: load_tokens(
+        make_tokenizer(JINJA), [record], columns="messages", chat_template="chatml"
+    )[0]["input_ids"].tolist(),
+}
+
+
+@pytest.mark.parametrize("entrance", TABLES)
+def test_records_of_pandas_are_read(entrance):
+    """The hint of `load_tokens` for a table gives them: `frame.to_dict("records")`."""
+    reply = {"role": "assistant", "content": "", "tool_calls": [call("f", x=[1, 2])]}
+    record = {"messages": [CHAT[0], reply], "tools": BOTH}
+    read = TABLES[entrance]
+    assert str(read(as_pandas(record))) == str(read(record))
+
+
+def test_records_of_pandas_have_a_cache(tmp_path):
+    """Its name is made of the records."""
+    how = {"columns": "messages", "chat_template": "chatml", "cache_dir": tmp_path}
+    data = load_tokens(make_tokenizer(JINJA), [as_pandas({"messages": CHAT})], **how)
+    assert len(data) == 1
