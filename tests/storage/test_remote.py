@@ -1,5 +1,6 @@
 """Checkpoints on other machines, as fsspec's file system in memory stands for them."""
 
+import json
 import sys
 import tempfile
 import threading
@@ -160,6 +161,30 @@ def test_a_file_that_is_replaced_is_not_read_as_the_old_one(new, read, write, sy
         system.pipe("/m.safetensors", write(new))
         with pytest.raises(ConcurrencyError, match="replaced while it was read in ranges"):
             read(opened)
+
+
+@pytest.mark.parametrize("where", [None, "*"], ids=["fetched", "in-ranges"])
+def test_shards_of_two_saves_are_not_one_checkpoint(where, system, monkeypatch):
+    """Another program gives the shards of each save the same names."""
+    index = {"weight_map": {"w0": "model-00001-of-00002.safetensors", "w1": "model-00002-of-00002.safetensors"}}
+    first, second = [f"/m/{name}" for name in index["weight_map"].values()]
+    system.pipe({f"/m/{INDEX}": json.dumps(index).encode()})
+
+    def put(leaves):
+        system.pipe({first: safetensors.torch.save({"w0": leaves["w0"]})})
+        system.pipe({second: safetensors.torch.save({"w1": leaves["w1"]})})
+
+    put(OLD)
+    plain = remote.RemoteFiles.open
+
+    def replaced(files, path):
+        if path.endswith(second):
+            put(NEWER)
+        return plain(files, path)
+
+    monkeypatch.setattr(remote.RemoteFiles, "open", replaced)
+    with pytest.raises(ConcurrencyError, match="replaced while"):
+        load("memory://m", where=where)
 
 
 def test_a_command_does_not_read_a_file_that_is_replaced(system):

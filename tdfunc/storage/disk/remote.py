@@ -12,7 +12,7 @@ import stat
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any, NoReturn, Protocol, TypeAlias
 
@@ -305,6 +305,15 @@ class RemoteFiles:
         except FileNotFoundError as err:
             # fsspec names it as the other side does, without the protocol.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from err
+
+    def marks(self, paths: Sequence[str]) -> list[dict[str, Any]]:
+        """Return what differs when a file is replaced, for files that are fetched whole; reads of ranges check theirs.
+
+        Files that are fetched one after the other are of one save only if all of them are still there after the last.
+        """
+        if not self._fetch:
+            return []
+        return [_marks_of(self._system.info(path)) for path in paths]
 
     def remove(self, path: str) -> None:
         """Delete a file."""
