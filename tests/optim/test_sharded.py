@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tdfunc import TensorDict
 from tdfunc.optim import (
@@ -115,3 +115,24 @@ def _train_uneven(rank, name):
 def test_parts_of_unequal_lengths(name, tmp_path):
     """FSDP2 shards dimensions that its ranks do not divide."""
     run_ranks(_train_uneven, 2, tmp_path, name)
+
+
+def _train_by_sums(rank, name):
+    spread_over = init_device_mesh("cpu", (2,))
+    make, _, options = RULES[name]
+    opt = make(**options)
+    plain = [TensorDict({"table": torch.full((4, 3), x), "number": torch.tensor(x)}) for x in (1.0, 0.5, -2.0)]
+    params = plain[0].apply(lambda leaf: distribute_tensor(leaf, spread_over, [Replicate()]))
+    share = (0.25, 0.75)[rank]
+    grads = [tree.apply(lambda leaf: DTensor.from_local(share * leaf, spread_over, [Partial()])) for tree in plain[1:]]
+
+    got, _ = train(opt.update, opt.init(params), params, grads)
+
+    expected, _ = train(opt.update, opt.init(plain[0]), plain[0], plain[1:])
+    assert_trees_equal(got.apply(lambda leaf: leaf.full_tensor()), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adagrad", "nadam", "adafactor"])
+def test_gradients_that_ranks_have_parts_of(name, tmp_path):
+    """A batch that is sharded gives each rank a part of the sum."""
+    run_ranks(_train_by_sums, 2, tmp_path, name)
