@@ -25,7 +25,7 @@ from tdfunc.core.ties import groups_by_path
 from tdfunc.core.types import Kind, Path
 from tdfunc.storage.disk.commit import locate
 from tdfunc.storage.disk.commit import naming as naming_system
-from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles, find, is_remote
+from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteBytes, RemoteFiles, find, is_remote
 from tdfunc.storage.manager.steps import (
     ABOUT_FILE,
     StepRemovedError,
@@ -79,6 +79,8 @@ class FileLeaf(NamedTuple):
             part = torch.empty(min(count, spec.size.numel() - at), dtype=spec.dtype)
             view = as_view(part)
             fill(source.data, view, begin + at * spec.dtype.itemsize)
+            if isinstance(source.data, RemoteBytes):
+                source.data.check_same()
             state.update(view)
             yield part
         if isinstance(state, BlockDigests):

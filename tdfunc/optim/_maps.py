@@ -116,14 +116,20 @@ def member_norm(leaves: Leaves, dims: int) -> Tensor:
     """Return the norm of all leaves together for each entry of their leading dimensions."""
     norms: Leaves = []
     for leaf in leaves:
-        # One dimension for the elements of a member. Not reshape(*size, -1): an empty leaf has no last size.
-        if leaf.dim() > dims:
-            rows = leaf.flatten(dims)
-        else:
-            rows = leaf.unsqueeze(-1)
+        rows, inner = with_inner(leaf, dims)
         # In half precision the norm of ordinary gradients overflows, and they would come out as zeros.
-        norms.append(torch.linalg.vector_norm(rows, dim=-1, dtype=_wide(leaf)))
+        norms.append(torch.linalg.vector_norm(rows, dim=inner, dtype=_wide(leaf)))
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)
+
+
+def with_inner(leaf: Tensor, dims: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Return a leaf with the dimensions of the elements of a member, at least one, which come after the leading ones.
+
+    They are not made one dimension, because torch does not flatten a DTensor whose ranks have parts of other lengths.
+    """
+    if leaf.dim() == dims:
+        leaf = leaf.unsqueeze(-1)
+    return leaf, tuple(range(dims, leaf.dim()))
 
 
 def _wide(leaf: Tensor) -> torch.dtype:

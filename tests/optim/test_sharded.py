@@ -3,10 +3,22 @@
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tdfunc import TensorDict
-from tdfunc.optim import adafactor, adamw, chain, clip_by_global_norm, clip_by_member_norm, ema, lookahead, muon
+from tdfunc.optim import (
+    adafactor,
+    adamw,
+    apply_if_finite,
+    chain,
+    clip_by_global_norm,
+    clip_by_member_norm,
+    ema,
+    lookahead,
+    muon,
+    sgd,
+)
+from tests.distributed.ranks import run_ranks
 from tests.helpers import assert_trees_equal
 from tests.optim.table import RULES, train
 
@@ -72,3 +84,55 @@ def test_members_with_rates_of_their_own(name, mesh, generator):
 def test_around_rules(opt, mesh, generator):
     """Averages and clips take them, too."""
     assert_trained_alike(opt, mesh, generator)
+
+
+UNEVEN = {
+    "clip_by_global_norm": chain(clip_by_global_norm(0.1), sgd(0.1)),
+    "clip_by_member_norm": chain(clip_by_member_norm(0.1), sgd(0.1)),
+    "apply_if_finite": apply_if_finite(sgd(0.1), 1),
+}
+# Rows that two ranks cannot halve, and the head of one output, which one rank has.
+SIZES = {"table": (5, 3), "bias": (5,), "head": (1, 4)}
+
+
+def _train_uneven(rank, name):
+    spread_over = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(0)
+    plain = [TensorDict({key: torch.randn(size, generator=generator) for key, size in SIZES.items()}) for _ in range(4)]
+    if name == "apply_if_finite":
+        # A number of the last rows, which one rank has.
+        plain[2]["table"][4, 2] = torch.inf
+    params, *grads = [tree.apply(lambda leaf: distribute_tensor(leaf, spread_over, [Shard(0)])) for tree in plain]
+    opt = UNEVEN[name]
+
+    got, _ = train(opt.update, opt.init(params), params, grads)
+
+    expected, _ = train(opt.update, opt.init(plain[0]), plain[0], plain[1:])
+    assert_trees_equal(got.apply(lambda leaf: leaf.full_tensor()), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_parts_of_unequal_lengths(name, tmp_path):
+    """FSDP2 shards dimensions that its ranks do not divide."""
+    run_ranks(_train_uneven, 2, tmp_path, name)
+
+
+def _train_by_sums(rank, name):
+    spread_over = init_device_mesh("cpu", (2,))
+    make, _, options = RULES[name]
+    opt = make(**options)
+    plain = [TensorDict({"table": torch.full((4, 3), x), "number": torch.tensor(x)}) for x in (1.0, 0.5, -2.0)]
+    params = plain[0].apply(lambda leaf: distribute_tensor(leaf, spread_over, [Replicate()]))
+    share = (0.25, 0.75)[rank]
+    grads = [tree.apply(lambda leaf: DTensor.from_local(share * leaf, spread_over, [Partial()])) for tree in plain[1:]]
+
+    got, _ = train(opt.update, opt.init(params), params, grads)
+
+    expected, _ = train(opt.update, opt.init(plain[0]), plain[0], plain[1:])
+    assert_trees_equal(got.apply(lambda leaf: leaf.full_tensor()), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adagrad", "nadam", "adafactor"])
+def test_gradients_that_ranks_have_parts_of(name, tmp_path):
+    """A batch that is sharded gives each rank a part of the sum."""
+    run_ranks(_train_by_sums, 2, tmp_path, name)

@@ -1,15 +1,20 @@
 """Checkpoints on other machines, as fsspec's file system in memory stands for them."""
 
 import functools
+import json
 import sys
+import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 import tdfunc
-from tdfunc import AsyncSaver, CorruptCheckpointError, TensorDict, UnsupportedError
+from tdfunc import AsyncSaver, ConcurrencyError, CorruptCheckpointError, TensorDict, UnsupportedError
+from tdfunc.cli.sources import open_source
 from tdfunc.storage.api import load, save
 from tdfunc.storage.disk import remote
 from tests.storage.trees import assert_same
@@ -32,6 +37,13 @@ def system():
 def tree():
     """A tree with some of everything."""
     return TensorDict({"a": {"w": torch.randn(100, 3)}, "b": torch.arange(10), "s": "text"})
+
+
+def to_bytes(leaves):
+    """Return the bytes of a file of ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        save(leaves, f"{folder}/m.safetensors")
+        return Path(folder, "m.safetensors").read_bytes()
 
 
 def names(system):
@@ -125,6 +137,64 @@ def test_a_failed_upload_changes_nothing(step, system, tree, monkeypatch):
 
     assert names(system) == ["t.safetensors"]
     assert_same(load(path), tree)
+
+
+OLD = {f"w{i}": torch.full((1000,), 10.0 + i) for i in range(4)}
+# With another header, and with the same one.
+LONGER = {"a": torch.full((500,), 99.0)} | {name: values + 10 for name, values in OLD.items()}
+NEWER = {name: values + 10 for name, values in OLD.items()}
+READS = {
+    "leaf": lambda opened: opened["w1"],
+    "rows": lambda opened: opened.slice("w1", slice(0, 3)),
+    "tree": lambda opened: opened.load(),
+    "filter": lambda opened: opened.load(where="w[23]"),
+}
+
+
+@pytest.mark.parametrize("new", [LONGER, NEWER], ids=["longer", "newer"])
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@pytest.mark.parametrize("write", [safetensors.torch.save, to_bytes], ids=["foreign", "ours"])
+def test_a_file_that_is_replaced_is_not_read_as_the_old_one(new, read, write, system):
+    """Ranges of two files are an error, whichever program wrote them."""
+    system.pipe("/m.safetensors", write(OLD))
+    with tdfunc.open("memory://m.safetensors") as opened:
+        assert torch.equal(opened["w0"], OLD["w0"])
+        system.pipe("/m.safetensors", write(new))
+        with pytest.raises(ConcurrencyError, match="replaced while it was read in ranges"):
+            read(opened)
+
+
+@pytest.mark.parametrize("where", [None, "*"], ids=["fetched", "in-ranges"])
+def test_shards_of_two_saves_are_not_one_checkpoint(where, system, monkeypatch):
+    """Another program gives the shards of each save the same names."""
+    index = {"weight_map": {"w0": "model-00001-of-00002.safetensors", "w1": "model-00002-of-00002.safetensors"}}
+    first, second = [f"/m/{name}" for name in index["weight_map"].values()]
+    system.pipe({f"/m/{INDEX}": json.dumps(index).encode()})
+
+    def put(leaves):
+        system.pipe({first: safetensors.torch.save({"w0": leaves["w0"]})})
+        system.pipe({second: safetensors.torch.save({"w1": leaves["w1"]})})
+
+    put(OLD)
+    plain = remote.RemoteFiles.open
+
+    def replaced(files, path):
+        if path.endswith(second):
+            put(NEWER)
+        return plain(files, path)
+
+    monkeypatch.setattr(remote.RemoteFiles, "open", replaced)
+    with pytest.raises(ConcurrencyError, match="replaced while"):
+        load("memory://m", where=where)
+
+
+def test_a_command_does_not_read_a_file_that_is_replaced(system):
+    """The commands read pieces of leaves."""
+    system.pipe("/m.safetensors", safetensors.torch.save(OLD))
+    with open_source("memory://m.safetensors") as source:
+        system.pipe("/m.safetensors", safetensors.torch.save(NEWER))
+        with pytest.raises(ConcurrencyError, match="replaced while it was read in ranges"):
+            list(source.pieces(source.tree["w1"]))
 
 
 def test_file_urls(tmp_path, tree):

@@ -1,6 +1,7 @@
 """The `at` handle: pure changes at an index of the batch, at a path, or at the leaves that a filter chooses."""
 
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -312,8 +313,10 @@ def as_leaf(made: Tensor, leaf: Any) -> Tensor:
     """Return a tensor of ours for use with a leaf: a DTensor works with others of its kind only."""
     if type(leaf) in PLAIN or not hasattr(leaf, "device_mesh"):
         return made
-    # A DTensor without dimensions is replicated, and so is the tensor.
-    return type(leaf).from_local(made, leaf.device_mesh, leaf.new_empty(()).placements)
+    mesh = leaf.device_mesh
+    # Not the placements of the leaf: its ranks may have parts of a sum, and each of them has all of the tensor.
+    replicate = sys.modules["torch.distributed.tensor"].Replicate()
+    return type(leaf).from_local(made, mesh, [replicate] * mesh.ndim)
 
 
 def _check_rows(rows: TensorCollection, value: TensorCollection, call: str) -> None:

@@ -10,6 +10,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import as_count
 from tdfunc.optim._base import AbstractOptimizer, How
 from tdfunc.optim._lists import Leaves
+from tdfunc.optim._maps import with_inner
 from tdfunc.optim._wrappers.parts import begin_step, make_state, select, step_some
 
 if TYPE_CHECKING:
@@ -55,11 +56,8 @@ def _is_finite(leaves: Leaves, count: Tensor) -> Tensor:
     finite = torch.ones_like(count, dtype=torch.bool)
     dims = count.dim()
     for leaf in leaves:
-        if leaf.dim() > dims:
-            rows = leaf.flatten(dims)
-        else:
-            rows = leaf.unsqueeze(-1)
-        finite = finite & rows.isfinite().all(-1).to(finite.device)
+        rows, inner = with_inner(leaf, dims)
+        finite = finite & rows.isfinite().all(inner).to(finite.device)
     return finite
 
 

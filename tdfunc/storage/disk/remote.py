@@ -10,12 +10,13 @@ import secrets
 import shutil
 import stat
 import tempfile
+import threading
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any, NoReturn, Protocol, TypeAlias
 
-from tdfunc.core.errors import UnsupportedError, damaged, error
+from tdfunc.core.errors import ConcurrencyError, UnsupportedError, damaged, error
 from tdfunc.core.memory import release_pages
 from tdfunc.storage.disk.commit import READ, locate
 from tdfunc.storage.disk.mapped import map_bytes
@@ -193,13 +194,26 @@ class LocalFiles:
         os.unlink(path)
 
 
+# What file systems say of a file that differs when it is replaced; other entries, such as a signed URL, differ always.
+_MARKS = {
+    "size", "etag", "content-md5", "content_md5", "md5hash", "digest", "generation", "versionid", "version_id",
+    "last-modified", "lastmodified", "last_modified", "mtime", "modified", "updated", "created", "blob_id",
+}  # fmt: skip
+
+
+# Any: fsspec has no annotations.
+def _marks_of(info: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in info.items() if key.lower() in _MARKS}
+
+
 class RemoteBytes:
     """A file on another machine, read in ranges."""
 
     def __init__(self, system: Any, path: str) -> None:
         self._system = system
         self._path = path
-        size = system.size(path)
+        info = system.info(path)
+        size = info.get("size")
         if not isinstance(size, int):
             raise UnsupportedError(
                 f"load {path}: the server does not tell the size of the file.",
@@ -207,6 +221,29 @@ class RemoteBytes:
                 hint="tdfunc.load(url) fetches the complete file.",
             )
         self.size_bytes: int = size
+        self._marks = _marks_of(info)
+        # The threads that have read since they checked.
+        self._readers: set[int] = set()
+
+    def check_same(self) -> None:
+        """Raise if the file was replaced since it was opened: the ranges of this thread may be of both files.
+
+        Raises:
+            ConcurrencyError: The file was replaced.
+        """
+        here = threading.get_ident()
+        if here not in self._readers:
+            return
+        now = _marks_of(self._system.info(self._path))
+        if now != self._marks:
+            changed = [f"{key} {old}, then {now.get(key)}" for key, old in self._marks.items() if now.get(key) != old]
+            raise ConcurrencyError(
+                f"load {self._path}: the file was replaced while it was read in ranges.",
+                expected="the same file from its header to its last leaf",
+                got="; ".join(changed),
+                hint="open it again; tdfunc.load(url) fetches the complete file at once.",
+            )
+        self._readers.discard(here)
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fetch a range."""
@@ -222,6 +259,7 @@ class RemoteBytes:
                 hint="tdfunc.load(url) fetches the complete file.",
             )
         view[: len(data)] = data
+        self._readers.add(threading.get_ident())
         return len(data)
 
     def close(self) -> None:
@@ -267,6 +305,15 @@ class RemoteFiles:
         except FileNotFoundError as err:
             # fsspec names it as the other side does, without the protocol.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from err
+
+    def marks(self, paths: Sequence[str]) -> list[dict[str, Any]]:
+        """Return what differs when a file is replaced, for files that are fetched whole; reads of ranges check theirs.
+
+        Files that are fetched one after the other are of one save only if all of them are still there after the last.
+        """
+        if not self._fetch:
+            return []
+        return [_marks_of(self._system.info(path)) for path in paths]
 
     def remove(self, path: str) -> None:
         """Delete a file."""

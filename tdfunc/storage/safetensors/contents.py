@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from tdfunc.core.context import make_lock
-from tdfunc.core.errors import UnsupportedError, brief, damaged, error, explain
+from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, brief, damaged, error, explain
 from tdfunc.core.keys import missing
 from tdfunc.core.types import Path
 from tdfunc.storage.disk.raw import outside_transforms
+from tdfunc.storage.disk.remote import RemoteBytes
 from tdfunc.storage.safetensors.blocks import Blocks
 from tdfunc.storage.safetensors.header import (
     BLOCKS_VERSION,
@@ -83,6 +84,7 @@ class Contents:
     ) -> None:
         self.path = path
         self.sources = sources
+        self._remote = [source.data for source in sources if isinstance(source.data, RemoteBytes)]
         self.metadata = metadata
         self.homes = homes
         self.verify = verify
@@ -115,12 +117,22 @@ class Contents:
             self._readers.append(reader)
         try:
             with naming(self.path), outside_transforms():
-                yield
+                try:
+                    yield
+                except CorruptCheckpointError:
+                    # A checksum also differs where the file was replaced.
+                    self._check_same()
+                    raise
+                self._check_same()
         finally:
             with self._lock:
                 self._readers.remove(reader)
                 self._idle.notify_all()
                 self._close_if_idle()
+
+    def _check_same(self) -> None:
+        for data in self._remote:
+            data.check_same()
 
     def close(self) -> None:
         """Close the files, once all reads have ended; a second call does nothing.

@@ -2,10 +2,11 @@
 
 import os
 from contextlib import suppress
+from typing import Any
 
-from tdfunc.core.errors import UnsupportedError, damaged, error
+from tdfunc.core.errors import ConcurrencyError, UnsupportedError, damaged, error
 from tdfunc.storage.disk.commit import STEP_NAME
-from tdfunc.storage.disk.remote import Files, LocalBytes, LocalFiles, MappedBytes, is_remote
+from tdfunc.storage.disk.remote import Files, LocalBytes, LocalFiles, MappedBytes, RemoteFiles, is_remote
 from tdfunc.storage.safetensors.contents import Contents
 from tdfunc.storage.safetensors.header import MAX_HEADER_BYTES
 from tdfunc.storage.safetensors.index import (
@@ -141,7 +142,12 @@ def _open_single(path: str, files: Files, *, verify: bool) -> Contents:
 def _open_files(path: str, names: list[str], files: Files, index: Index | None, *, verify: bool) -> Contents:
     """Open all files of a checkpoint; if one of them fails, all are closed."""
     sources: list[Source] = []
+    # Shards of ours have digests in their index.
+    fetched: list[str] = []
+    if index is not None and index.digests is None:
+        fetched = names
     try:
+        before = _marks(files, fetched)
         for number, name in enumerate(names):
             source = open_source(name, verify=verify, data=files.open(name))
             if len(names) > _MOST_OPEN and isinstance(source.data, LocalBytes):
@@ -149,6 +155,12 @@ def _open_files(path: str, names: list[str], files: Files, index: Index | None, 
             sources.append(source)
             if index is not None and verify:
                 _check_shard(name, source, index, number)
+        if _marks(files, fetched) != before:
+            raise ConcurrencyError(
+                f"load {path}: shards were replaced while they were fetched.",
+                expected="all shards of one save",
+                hint="load it again.",
+            )
         if index is None:
             metadata = sources[0].header.metadata
             homes = None
@@ -161,6 +173,13 @@ def _open_files(path: str, names: list[str], files: Files, index: Index | None, 
         for source in sources:
             source.data.close()
         raise
+
+
+# Any: what a file system says.
+def _marks(files: Files, names: list[str]) -> list[Any]:
+    if isinstance(files, RemoteFiles):
+        return files.marks(names)
+    return []
 
 
 def _check_shard(name: str, source: Source, index: Index, number: int) -> None:

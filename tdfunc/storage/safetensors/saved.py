@@ -44,7 +44,7 @@ def open(
 
     Returns:
         A handle that reads like a tree. It keeps the files open, so a save over them does not change the values that it
-        reads. Close it, or use it in a `with` statement.
+        reads; after a save over a URL its reads raise a `ConcurrencyError`. Close it, or use it in a `with` statement.
 
     Raises:
         CorruptCheckpointError: A header was damaged or altered.
