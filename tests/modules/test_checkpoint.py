@@ -490,9 +490,9 @@ def test_messages(call, pattern):
         call()
 
 
-def test_make_fx_records_a_condition_inside():
+@pytest.mark.parametrize("x", [torch.ones(2), -torch.ones(2)], ids=["true", "false"])
+def test_make_fx_records_a_condition_inside(x):
     """The mode that refuses draws lets operators of torch pass that have functions as arguments."""
     run = checkpoint(lambda x: tdf.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
 
-    for x in (torch.ones(2), -torch.ones(2)):
-        assert torch.equal(make_fx(run)(torch.ones(2, requires_grad=True))(x), run(x))
+    assert torch.equal(make_fx(run)(torch.ones(2, requires_grad=True))(x), run(x))

@@ -449,8 +449,11 @@ def test_what_forward_returns_keeps_its_weights(name):
 def test_a_cache_outside_of_the_module():
     """A method that caches a product of a weight computes it for each call."""
     apply, params, _ = functional(Memo(lambda self, x: F.linear(x, self.doubled())))
-    for scale in (1.0, 2.0, 1.0):
-        assert torch.equal(apply(params * scale, X), F.linear(X, params["linear", "weight"] * scale * 2))
+    scales = (1.0, 2.0, 1.0)
+    found = [apply(params * scale, X) for scale in scales]
+
+    expected = [F.linear(X, params["linear", "weight"] * scale * 2) for scale in scales]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_skeletons_are_used_again():
@@ -498,17 +501,24 @@ def test_the_module_may_change_and_go():
     torch.testing.assert_close(apply(params, X), expected)
 
 
-def test_a_returned_constant_is_the_callers():
+CONSTANTS = {
+    "tensor": (lambda m: m.scale, lambda x: x.mul_(10)),
+    "dict": (lambda m: m.config, lambda config: config.update(k=10.0)),
+}
+
+
+@pytest.mark.parametrize(("read", "write"), CONSTANTS.values(), ids=CONSTANTS)
+def test_a_returned_constant_is_the_callers(read, write):
     """A caller who writes to a constant that forward returned does not change the next call."""
     run = lambda self, x: (x * self.scale * self.config["k"], self.read(self))  # noqa: E731
-    pairs = [(lambda m: m.scale, lambda x: x.mul_(10)), (lambda m: m.config, lambda config: config.update(k=10.0))]
-    for read, write in pairs:
-        apply, params, _ = functional(Layer(run, scale=torch.ones(3), config={"k": 1.0}, read=read))
-        for _ in range(3):
-            out, constant = apply(params, X)
-            write(constant)
+    apply, params, _ = functional(Layer(run, scale=torch.ones(3), config={"k": 1.0}, read=read))
+    found = []
+    for _ in range(3):
+        out, constant = apply(params, X)
+        write(constant)
+        found.append(out)
 
-            assert torch.equal(out, X)
+    torch.testing.assert_close(found, [X] * 3, rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -523,7 +533,7 @@ def test_modules_of_torch_write_nothing_on_themselves():
         tables = [table for m in module.modules() for table in (m._parameters, m._buffers)]
         return own, [[(name, id(leaf)) for name, leaf in table.items()] for table in tables]
 
-    seen = set()
+    seen, written = set(), []
     for info, training in itertools.product(module_db, (True, False)):
         options = {"device": "cpu", "dtype": torch.float32, "requires_grad": False, "training": training}
         for given in info.module_inputs_func(info, **options)[:8]:
@@ -532,7 +542,9 @@ def test_modules_of_torch_write_nothing_on_themselves():
                 continue
             before = marks(module)
             module(*given.forward_input.args, **given.forward_input.kwargs)
-            assert before == marks(module), info.name
             seen.add(info.name)
+            if marks(module) != before:
+                written.append((info.name, training))
 
+    assert written == []
     assert len(seen) >= 90
