@@ -151,22 +151,34 @@ def test_training_steps_with_buffers_under_vmap_are_the_loop():
 # -- extra state --------------------------------------------------------------------------------------------------
 
 
-def test_extra_state_comes_from_the_tree_and_back():
-    """Forward runs under the tree's extra state, a copy of the module's, and its changes are returned."""
+def test_extra_state_comes_from_the_tree():
+    """Forward runs under the tree's extra state, a copy of the module's; the module's later changes do not matter."""
     model, other = WithState(), WithState()
     other.state = {"scale": 3.0}
     apply, params, buffers = functional(model)
-    out, new = apply.with_buffers(params, buffers, X)
-    _, newer = apply.with_buffers(params, new, X)
+    out = apply(params, X)
     model(X)
 
     torch.testing.assert_close(apply(params, X, buffers=functional(other)[2]), 3.0 * out)
     torch.testing.assert_close(apply(params, X), out)
-    assert new["_extra_state"] == {"scale": 2.0}
-    assert newer["_extra_state"] == {"scale": 3.0}
-    assert buffers["_extra_state"] == {"scale": 1.0}
     torch.testing.assert_close(apply(params.set("note", "text"), X, buffers=buffers), out)
-    assert Ensemble(apply)(stack_modules([WithState(), WithState()]), X).shape == (2, 5, 2)
+
+
+def test_changes_of_extra_state_are_returned():
+    """Each call returns the extra state after it, and leaves the tree's as it was."""
+    apply, params, buffers = functional(WithState())
+    _, new = apply.with_buffers(params, buffers, X)
+    _, newer = apply.with_buffers(params, new, X)
+
+    states = [tree["_extra_state"] for tree in (buffers, new, newer)]
+    assert states == [{"scale": 1.0}, {"scale": 2.0}, {"scale": 3.0}]
+
+
+def test_an_ensemble_of_modules_with_extra_state_runs():
+    """Members with extra state are called together."""
+    tree = stack_modules([WithState(), WithState()])
+
+    assert Ensemble(functional(WithState())[0])(tree, X).shape == (2, 5, 2)
 
 
 # -- ties ---------------------------------------------------------------------------------------------------------

@@ -229,10 +229,15 @@ def test_every_operation_on_poison_raises(use):
         use(Poison.of(torch.zeros(3, 3), ("a", "b")))
 
 
-def test_metadata_of_poison_is_free():
-    """Listing a skeleton, its state dict, copies and pickles do not raise."""
-    module = functional(nn.Sequential(nn.Linear(3, 3)))[0].module
-    weight = module[0].weight
+@pytest.fixture
+def skeleton():
+    """The skeleton of a module of one linear layer."""
+    return functional(nn.Sequential(nn.Linear(3, 3)))[0].module
+
+
+def test_metadata_of_poison_is_free(skeleton):
+    """Shape, dtype, strides, device and repr of a weight in a skeleton do not raise."""
+    weight = skeleton[0].weight
 
     assert isinstance(weight, Poison)
     assert weight.shape == (3, 3)
@@ -240,11 +245,19 @@ def test_metadata_of_poison_is_free():
     assert weight.stride() == (3, 1)
     assert weight.is_cuda is False
     assert repr(weight) == "Poison(0.weight, shape=(3, 3))"
-    assert list(module.state_dict()) == [name for name, _ in module.named_parameters()] == ["0.weight", "0.bias"]
-    assert "Linear(in_features=3" in repr(module)
-    again = pickle.loads(pickle.dumps(module))
-    assert again[0].weight.path == ("0", "weight")
-    assert copy.deepcopy(module)[0].weight is weight
+
+
+def test_a_skeleton_is_listed(skeleton):
+    """The names of weights, in the state dict as well, and the repr of a skeleton do not raise."""
+    assert [name for name, _ in skeleton.named_parameters()] == ["0.weight", "0.bias"]
+    assert list(skeleton.state_dict()) == ["0.weight", "0.bias"]
+    assert "Linear(in_features=3" in repr(skeleton)
+
+
+def test_a_skeleton_is_copied(skeleton):
+    """A pickle of a skeleton keeps the path of each poison, and a deep copy keeps the poison itself."""
+    assert pickle.loads(pickle.dumps(skeleton))[0].weight.path == ("0", "weight")
+    assert copy.deepcopy(skeleton)[0].weight is skeleton[0].weight
 
 
 # -- what a call leaves behind ------------------------------------------------------------------------------------
@@ -293,20 +306,29 @@ class Scribbler(nn.Module):
         return self.bn(self.linear(x)) * self.rope
 
 
-def test_a_call_leaves_nothing_behind():
+def test_a_call_leaves_nothing_on_its_skeleton():
     """What a forward writes on its modules and their containers is gone at the next call."""
-    model = Scribbler()
-    apply, params, buffers = functional(model)
+    apply, params, buffers = functional(Scribbler())
     for _ in range(3):
         apply(params, X, buffers=buffers)
 
     assert len(apply._pool) <= 1
     assert apply._new_skeleton().module.log is not apply._new_skeleton().module.log
+    assert torch.equal(apply.with_buffers(params, buffers, X)[1]["rope"], torch.full((3,), 2.0))
+
+
+def test_a_call_leaves_nothing_on_the_module():
+    """The module that a function was made of has none of what forward writes."""
+    model = Scribbler()
+    apply, params, buffers = functional(model)
+    for _ in range(3):
+        apply(params, X, buffers=buffers)
+
     assert from_module(model)["linear", "weight"] is model.linear.weight
-    assert not any([model.memo, model.log, model.seen, model.queue, model.last])
+    written = {name: getattr(model, name) for name in ("memo", "log", "seen", "queue", "last")}
+    assert [name for name, value in written.items() if value] == []
     assert model.count.sum() == 0
     assert not hasattr(model, "late")
-    assert torch.equal(apply.with_buffers(params, buffers, X)[1]["rope"], torch.full((3,), 2.0))
 
 
 def look_and_change(self, x):
