@@ -154,14 +154,26 @@ def test_trees_of_a_stack_do_not_grow():
 
 
 def test_empty_ragged_stacks():
-    """A tree without entries keeps its size."""
+    """A stack without entries keeps its size, and the sizes of its trees."""
     lazy = lazy_stack(ragged())
-    around = TensorDict({"lazy": lazy}).empty(recurse=True)
 
     assert lazy.empty().batch_size == lazy.batch_size
     assert [tree.batch_size for tree in lazy.empty().trees] == [tree.batch_size for tree in lazy.trees]
+
+
+def test_options_of_empty_ragged_stacks():
+    """Sub-trees are kept, and names and sizes changed, if that is asked for."""
+    lazy = lazy_stack(ragged())
+
     assert list(lazy.empty(recurse=True).keys()) == ["n"]
     assert lazy.empty(names=[None, "b"]).names == [None, "b"]
     assert lazy.empty(batch_size=[4]).batch_size == Size([4])
+
+
+def test_empty_trees_around_ragged_stacks():
+    """A tree without leaves keeps a lazy stack in it, of the same size."""
+    lazy = lazy_stack(ragged())
+    around = TensorDict({"lazy": lazy}).empty(recurse=True)
+
     assert around["lazy"].batch_size == lazy.batch_size
     assert isinstance(around["lazy"], LazyStack)
