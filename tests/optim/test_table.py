@@ -159,12 +159,9 @@ def test_every_hyperparameter_may_differ_by_member(name, generator):
         assert_trees_equal(*slots, **tolerance(name))
 
 
-@each_rule
-def test_gradients_reach_through_a_step(name, generator):
-    """A step is differentiated by parameters, gradients and the learning rate, in a loop and under vmap."""
+def after_two_steps(name):
+    """A number that depends on learning rate, parameters and gradients by way of two steps."""
     make, _, options = RULES[name]
-    params = random_tree(generator, torch.float64, name=name)
-    grads = random_tree(generator, torch.float64, name=name)
 
     def after(rate, params, grads):
         opt = make(**{**options, "lr": rate})
@@ -172,36 +169,70 @@ def test_gradients_reach_through_a_step(name, generator):
         new, _ = opt.update(new, grads * 0.5, state)
         return sum(leaf.square().sum() for leaf in new.leaves())
 
-    rates, every = torch.tensor(RATES, dtype=torch.float64), (0, 1, 2)
-    found = torch.vmap(torch.func.grad(after, argnums=every))(rates, params, grads)
-    for i, rate in enumerate(rates):
-        own = torch.func.grad(after, argnums=every)(rate, params[i], grads[i])
-        assert all(leaf.isfinite().all() for tree in own[1:] for leaf in tree.leaves())
-        # Derivatives through products of bfloat16 differ.
-        if not name.startswith("muon"):
-            torch.testing.assert_close(found[0][i], own[0], rtol=1e-6, atol=1e-6)
-            ends = [after(rate + h, params[i], grads[i]) for h in (1e-3, -1e-3)]
-            torch.testing.assert_close(own[0], (ends[0] - ends[1]) / 2e-3, rtol=2e-2, atol=1e-2)
+    return after
 
 
 @each_rule
+def test_gradients_reach_through_a_step(name, generator):
+    """A step is differentiated by parameters, gradients and the learning rate, in a loop and under vmap."""
+    params = random_tree(generator, torch.float64, name=name)
+    grads = random_tree(generator, torch.float64, name=name)
+    rates = torch.tensor(RATES, dtype=torch.float64)
+    derive = torch.func.grad(after_two_steps(name), argnums=(0, 1, 2))
+
+    torch.vmap(derive)(rates, params, grads)
+    alone = [derive(rate, params[i], grads[i]) for i, rate in enumerate(rates)]
+    infinite = [
+        (i, path) for i, (_, *trees) in enumerate(alone) for tree in trees for path in tree.paths()
+        if not tree[path].isfinite().all()
+    ]  # fmt: skip
+    assert infinite == []
+
+
+# Derivatives through products of bfloat16 differ.
+@pytest.mark.parametrize("name", [name for name in RULES if not name.startswith("muon")])
+def test_gradients_of_the_rate_are_those_of_differences(name, generator):
+    """The derivative by the learning rate is one number in a loop and under vmap, that of finite differences."""
+    params = random_tree(generator, torch.float64, name=name)
+    grads = random_tree(generator, torch.float64, name=name)
+    rates, after = torch.tensor(RATES, dtype=torch.float64), after_two_steps(name)
+
+    mapped = torch.vmap(torch.func.grad(after))(rates, params, grads)
+    alone = torch.stack([torch.func.grad(after)(rate, params[i], grads[i]) for i, rate in enumerate(rates)])
+    ends = [torch.stack([after(rate + h, params[i], grads[i]) for i, rate in enumerate(rates)]) for h in (1e-3, -1e-3)]
+    torch.testing.assert_close(mapped, alone, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(alone, (ends[0] - ends[1]) / 2e-3, rtol=2e-2, atol=1e-2)
+
+
+def odd_leaves(name, batch):
+    """Leaves of few dimensions or of no elements; of Muon, matrices."""
+    ends = [(2, 3), (0, 3)] if name.startswith("muon") else [(), (4,), (0,), (2, 3, 2)]
+    return {str(i): torch.ones((*batch, *end)) for i, end in enumerate(ends)}
+
+
+@each_rule
+@pytest.mark.parametrize("make_leaves", [lambda *_: {}, odd_leaves], ids=["empty", "leaves"])
+@pytest.mark.parametrize("batch", [(), (2,), (0,)], ids=str)
 @pytest.mark.parametrize("wrap", [lambda f: f, pytest.param(tdf.jit, marks=pytest.mark.slow)], ids=["eager", "jit"])
-def test_odd_trees(name, wrap):
+def test_odd_trees(name, wrap, batch, make_leaves):
     """No leaves, no members, leaves of no dimensions or elements, and gradients of zeros."""
     make, _, options = RULES[name]
-    opt = make(**options)
-    ends = ([(2, 3), (0, 3)], [(), (4,), (0,), (2, 3, 2)])[not name.startswith("muon")]
-    for batch in ((), (2,), (0,)):
-        trees = [
-            TensorDict({}, batch),
-            TensorDict({str(i): torch.ones((*batch, *e)) for i, e in enumerate(ends)}, batch),
-        ]
-        for tree in trees:
-            new, state = wrap(opt.update)(tree, tree * 0, opt.init(tree))
-            assert [leaf.shape for leaf in new.leaves()] == [leaf.shape for leaf in tree.leaves()]
-            assert all(leaf.isfinite().all() for leaf in new.leaves())
-            assert state["step"].tolist() == torch.ones(batch, dtype=torch.long).tolist()
-    none, states = TensorDict({}), torch.stack([opt.init(TensorDict({}))] * 2)
+    opt, tree = make(**options), TensorDict(make_leaves(name, batch), batch)
+
+    new, state = wrap(opt.update)(tree, tree * 0, opt.init(tree))
+
+    assert [leaf.shape for leaf in new.leaves()] == [leaf.shape for leaf in tree.leaves()]
+    assert [path for path in new.paths() if not new[path].isfinite().all()] == []
+    assert state["step"].tolist() == torch.ones(batch, dtype=torch.long).tolist()
+
+
+@each_rule
+def test_steps_of_no_leaves_are_counted_under_vmap(name):
+    """Members that share a tree without leaves count their steps."""
+    make, _, options = RULES[name]
+    opt, none = make(**options), TensorDict({})
+    states = torch.stack([opt.init(none)] * 2)
+
     assert torch.vmap(opt.update, (None, None, 0))(none, none, states)[1]["step"].tolist() == [1, 1]
 
 
