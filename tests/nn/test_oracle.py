@@ -112,18 +112,19 @@ def test_reset_parameters_recursive(seed):
             nn_of.TensorDictModule(nn.Sequential(nn.Embedding(3, 2)), ["y"], ["z"]),
         )
 
-    mine, other = make(ours), make(theirs)
-    for module in (mine, other):
+    def reset(module):
         torch.manual_seed(seed)
-        assert module.reset_parameters_recursive() is None
+        return module.reset_parameters_recursive()
 
+    mine, other = make(ours), make(theirs)
+
+    assert reset(mine) is None
+    assert reset(other) is None
     torch.testing.assert_close(mine.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
-def test_entries_that_differ_are_found():
+@pytest.mark.parametrize("other", [{"a": torch.ones(3)}, {"b": torch.zeros(3)}], ids=["value", "path"])
+def test_entries_that_differ_are_found(other):
     """The comparison of entries fails for another value, and for another path."""
-    tree = TensorDict({"a": torch.zeros(3)})
-
-    for other in (TensorDict({"a": torch.ones(3)}), TensorDict({"b": torch.zeros(3)})):
-        with pytest.raises(AssertionError):
-            assert_same_entries(tree, other)
+    with pytest.raises(AssertionError):
+        assert_same_entries(TensorDict({"a": torch.zeros(3)}), TensorDict(other))

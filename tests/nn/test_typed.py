@@ -59,6 +59,15 @@ def test_a_typed_module():
     assert_trees_equal(apply(params, question), layer(question))
 
 
+def test_keys_of_a_typed_module():
+    """Its fields are the keys that it reads and adds, and its weights those of the layer."""
+    module = Layer().as_td_module()
+
+    assert module.in_keys == ["x", ("inner", "a"), "weight"]
+    assert module.out_keys == ["y", ("inner", "a")]
+    assert list(module.state_dict()) == ["tc_module.linear.weight", "tc_module.linear.bias"]
+
+
 def test_a_typed_module_on_open_trees():
     """Its fields are read from the tree, and those of the result are added."""
     layer = Layer()
@@ -66,9 +75,6 @@ def test_a_typed_module_on_open_trees():
     td = TensorDict({"x": torch.randn(4, 3), "inner": {"a": torch.zeros(4)}, "other": torch.ones(4)}, [4])
     out = TensorDictSequential(module, TensorDictModule(torch.neg, ["y"], ["z"]))(td)
 
-    assert module.in_keys == ["x", ("inner", "a"), "weight"]
-    assert module.out_keys == ["y", ("inner", "a")]
-    assert list(module.state_dict()) == ["tc_module.linear.weight", "tc_module.linear.bias"]
     assert {*out.keys()} == {"x", "inner", "other", "y", "z"}
     assert torch.equal(out["z"], -layer.linear(td["x"]))
     assert out["inner", "a"].sum() == 4
