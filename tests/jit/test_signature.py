@@ -370,9 +370,8 @@ def test_a_tree_is_described_anew_for_each_function():
     """Functions number structures each in their own order: the note of one is not read by another."""
     x, y = TensorDict({"x": torch.ones(2)}), TensorDict({"y": torch.ones(2)})
     first, second = jit(lambda tree: tree * 2), jit(lambda tree: tree * 2)
-
     for _ in range(2):
         first(x), second(y)
-    for fn in (first, second) * 3:
-        for tree in (x, x, y, y):
-            assert_trees_equal(fn(tree), tree * 2)
+
+    found = [fn(tree) for fn in (first, second) * 3 for tree in (x, x, y, y)]
+    assert_trees_equal(found, [tree * 2 for _ in range(6) for tree in (x, x, y, y)])
