@@ -50,22 +50,27 @@ def test_partition_keeps_the_number_of_trees():
     assert tdfunc.combine(right, left).trees[0]["b"].tolist() == [1, 1]
 
 
+AT = {
+    "set rows": lambda t, rows: t.set(rows),
+    "set a number": lambda t, rows: t.set(7),
+    "add": lambda t, rows: t.add(rows),
+    "mul": lambda t, rows: t.mul(3),
+    "apply": lambda t, rows: t.apply(lambda x: x + 1),
+}
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize(
     "index", [0, slice(1, 3), (slice(None), 0), [0, 1], (0, 1), (slice(None), slice(0, 1)), (0, [1, 0])], ids=repr
 )
-def test_at_is_that_of_the_dense_tree(dim, index):
+@pytest.mark.parametrize("change", AT.values(), ids=AT)
+def test_at_is_that_of_the_dense_tree(dim, index, change):
     """A pure write at an index changes the rows that it changes of the dense tree."""
     trees = tensors_only(uniform())
     lazy, dense = lazy_stack(trees, dim), torch.stack(trees, dim)
     rows = dense[index] * 0 + 5
-    calls = [
-        lambda t: t.at[index].set(rows), lambda t: t.at[index].set(7), lambda t: t.at[index].add(rows),
-        lambda t: t.at[index].mul(3), lambda t: t.at[index].apply(lambda x: x + 1),
-    ]  # fmt: skip
 
-    for call in calls:
-        assert_trees_equal(call(lazy).dense(), call(dense))
+    assert_trees_equal(change(lazy.at[index], rows).dense(), change(dense.at[index], rows))
 
 
 def without_leaves():

@@ -216,26 +216,53 @@ def test_ties_survive(make, x, change):
     torch.testing.assert_close(apply(changed, x), torch.func.functional_call(model, named, (x,)))
 
 
-def test_copies_of_a_tied_weight():
-    """Equal copies of a tied weight are accepted unless that splits a gradient."""
+def tied_tree(first, second):
+    """A tree of the module `Tied` with a tensor for each of its two names."""
+    return TensorDict({"emb": {"weight": first}, "out": {"weight": second}})
+
+
+@pytest.fixture
+def tied_call():
+    """A function of one argument, the tree, and the weight of the module."""
+    apply, params, _ = functional(Tied())
+    return lambda tree: apply(tree, torch.arange(5)), params["emb", "weight"]
+
+
+@pytest.mark.parametrize("copied", [lambda w: w, torch.clone], ids=["itself", "copy"])
+def test_copies_of_a_tied_weight(copied):
+    """The weight under both names, and an equal copy of it, are accepted."""
     apply, params, _ = functional(Tied())
     weight, ids = params["emb", "weight"], torch.arange(5)
 
-    def tree(first, second):
-        return TensorDict({"emb": {"weight": first}, "out": {"weight": second}})
+    assert torch.equal(apply(tied_tree(weight, copied(weight)), ids), apply(params, ids))
 
-    expected = apply(params, ids)
-    assert torch.equal(apply(tree(weight, weight), ids), expected)
-    assert torch.equal(apply(tree(weight, weight.clone()), ids), expected)
-    views = tree(weight, weight.detach())
-    torch.testing.assert_close(torch.func.grad(lambda x: apply(views, ids).sum() * x)(torch.ones(())), expected.sum())
-    for other in (weight + 1, weight.double()):
-        with pytest.raises(TieError, match="tensors that differ"):
-            apply(tree(weight, other), ids)
+
+def test_views_of_a_tied_weight_inside_a_transform(tied_call):
+    """A detached view is accepted inside a transform of something else."""
+    call, weight = tied_call
+    views = tied_tree(weight, weight.detach())
+
+    found = torch.func.grad(lambda x: call(views).sum() * x)(torch.ones(()))
+    torch.testing.assert_close(found, call(tied_tree(weight, weight)).sum())
+
+
+@pytest.mark.parametrize("change", [lambda w: w + 1, torch.Tensor.double], ids=["values", "dtype"])
+def test_other_tensors_than_the_tied_weight_are_refused(tied_call, change):
+    """Two tensors that differ are no copies."""
+    call, weight = tied_call
+
+    with pytest.raises(TieError, match="tensors that differ"):
+        call(tied_tree(weight, change(weight)))
+
+
+def test_copies_that_split_a_gradient_are_refused(tied_call):
+    """Copies whose gradients would be split are refused, by autograd and inside a transform."""
+    call, weight = tied_call
+
     with pytest.raises(TieError, match="whose gradients would be split"):
-        apply(tree(weight.clone().requires_grad_(), weight.clone().requires_grad_()), ids)
+        call(tied_tree(weight.clone().requires_grad_(), weight.clone().requires_grad_()))
     with pytest.raises(TieError):
-        torch.func.grad(lambda t: apply(t, ids).sum())(tree(weight, weight.clone()))
+        torch.func.grad(lambda t: call(t).sum())(tied_tree(weight, weight.clone()))
 
 
 @pytest.mark.parametrize("place", range(4))

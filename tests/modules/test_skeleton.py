@@ -164,16 +164,36 @@ KEPT = {
 }
 
 
+NAMES_OF_KEPT = {"computed": "'computed'"}
+
+
+@pytest.mark.parametrize("earlier", [0, 1], ids=["first call", "second call"])
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda apply: apply, lambda apply: torch.func.grad(lambda p, x: apply(p, x).sum())],
+    ids=["plain", "grad"],
+)
 @pytest.mark.parametrize("which", KEPT)
-def test_a_kept_weight_is_named(which):
+def test_a_kept_weight_is_named(which, wrap, earlier):
     """A cached reference to a weight, a view of one or a tensor computed from one raises at each call."""
     apply, params, _ = functional(Cached(which))
-    named = "'computed'" if which == "computed" else "'linear.weight'"
+    for _ in range(earlier):
+        with pytest.raises(LeakError):
+            apply(params, X)
 
-    for call in (apply, apply, torch.func.grad(lambda p, x: apply(p, x).sum())):
-        with pytest.raises(LeakError, match=named):
-            call(params, X)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(LeakError, match=named):
+    with pytest.raises(LeakError, match=NAMES_OF_KEPT.get(which, "'linear.weight'")):
+        wrap(apply)(params, X)
+
+
+@pytest.mark.parametrize("which", KEPT)
+def test_a_kept_weight_is_named_inside_vmap_and_autocast(which):
+    """A cached reference to a weight raises inside vmap and autocast as well."""
+    apply, params, _ = functional(Cached(which))
+
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(LeakError, match=NAMES_OF_KEPT.get(which, "'linear.weight'")),
+    ):
         torch.vmap(lambda x: apply(params, x))(X)
 
 
@@ -366,15 +386,15 @@ def test_children_are_put_back(name):
     assert first == second == third
 
 
-def test_a_call_that_raises_leaves_nothing_behind():
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_call_that_raises_leaves_nothing_behind(error):
     """An exception does not skip the cleaning."""
-    model, errors = Scribbler(), [KeyboardInterrupt, RuntimeError]
+    model, errors = Scribbler(), [error]
     model.register_forward_hook(lambda *_: (_ for _ in ()).throw(errors.pop()("stop")) if errors else None)
     apply, params, buffers = functional(model)
-    for error in (RuntimeError, KeyboardInterrupt):
-        with pytest.raises(error, match="stop"):
-            apply(params, X, buffers=buffers)
 
+    with pytest.raises(error, match="stop"):
+        apply(params, X, buffers=buffers)
     apply(params, X, buffers=buffers)
 
 

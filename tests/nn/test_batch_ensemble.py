@@ -50,11 +50,11 @@ def test_linear_is_the_loop(seed, members, sizes, batch, init, bias):
         layer.bias = nn.Parameter(random.normal(random.key(seed), (members, sizes[1]), dtype=torch.float64))
     x = random.normal(random.key(seed), (members, *batch, sizes[0]), dtype=torch.float64)
     one = BatchEnsembleLinear(*sizes, None, bias=bias, init=init, dtype=torch.float64)
+    alone = [member_of(layer, i) for i in range(members)]
 
     torch.testing.assert_close(one(x), member_of(one, ...)(x))
-    for data in (x, x[:1]):
-        expected = torch.stack([member_of(layer, i)(data[min(i, len(data) - 1)]) for i in range(members)])
-        torch.testing.assert_close(layer(data), expected)
+    torch.testing.assert_close(layer(x), torch.stack([member(own) for member, own in zip(alone, x, strict=True)]))
+    torch.testing.assert_close(layer(x[:1]), torch.stack([member(x[0]) for member in alone]))
 
 
 @pytest.mark.parametrize("options", [{}, {"padding": 1, "stride": 2}, {"groups": 2, "dilation": 2, "bias": False}])

@@ -229,10 +229,10 @@ def test_members_share_a_trunk():
 
     model(x).square().sum().backward()
     grads = torch.func.grad(total)(tree)
+    found = {name: parameter.grad for name, parameter in model.members.named_parameters()}
     assert model.members.get_parameter("0.weight").shape == (8, 3)
     torch.testing.assert_close(model.eval()(x), tdf.Ensemble(apply, shared="0.*")(tree, x))
-    for name, parameter in model.members.named_parameters():
-        torch.testing.assert_close(parameter.grad, grads[tuple(name.split("."))])
+    torch.testing.assert_close(found, {name: grads[tuple(name.split("."))] for name in found})
 
 
 class Heads(nn.Module):

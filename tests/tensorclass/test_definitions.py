@@ -229,39 +229,57 @@ def test_abstract_classes():
         Shape(torch.ones(1))
 
 
-def test_redefinition():
-    """Instances of a class that is defined twice work, and do not join; the message says so."""
+def define():
+    """A class that is another one each time, and always of one name."""
 
-    def define():
-        class Cell(TensorClass):
-            x: Tensor
+    class Cell(TensorClass):
+        x: Tensor
 
-        return Cell
+    return Cell
 
-    first, second = define(), define()
-    old, new = first(torch.zeros(2), batch_size=[2]), second(torch.ones(2), batch_size=[2])
 
-    assert type(torch.utils._pytree.tree_map(lambda x: x, old)) is first
-    assert type(torch.utils._pytree.tree_map(lambda x: x, new)) is second
-    assert type(second.from_tensordict(old.to_tensordict())) is second
-    lazy = [tdf.lazy_stack([each]) for each in (old, new)]
-    inside = [TensorDict({"cell": each}) for each in (old, new)]
-    for join, trees in (
-        (torch.stack, [old, new]),
-        (tdf.lazy_stack, [old, new]),
-        (torch.cat, lazy),
-        (torch.stack, inside),
-        (tdf.lazy_stack, inside),
+@pytest.fixture
+def cells():
+    """An instance of a class, and one of the class that was defined anew."""
+    return define()(torch.zeros(2), batch_size=[2]), define()(torch.ones(2), batch_size=[2])
+
+
+def test_instances_of_a_redefined_class_work(cells):
+    """Instances of a class that is defined twice keep their own."""
+    old, new = cells
+
+    assert type(torch.utils._pytree.tree_map(lambda x: x, old)) is type(old)
+    assert type(torch.utils._pytree.tree_map(lambda x: x, new)) is type(new)
+    assert type(type(new).from_tensordict(old.to_tensordict())) is type(new)
+
+
+@pytest.mark.parametrize(
+    ("join", "inside"),
+    [
+        (torch.stack, lambda each: each),
+        (tdf.lazy_stack, lambda each: each),
+        (torch.cat, lambda each: tdf.lazy_stack([each])),
+        (torch.stack, lambda each: TensorDict({"cell": each})),
+        (tdf.lazy_stack, lambda each: TensorDict({"cell": each})),
+    ],
+    ids=["stack", "lazy_stack", "cat of lazy stacks", "stack of trees", "lazy_stack of trees"],
+)
+def test_instances_of_a_redefined_class_do_not_join(cells, join, inside):
+    """Instances of a class that is defined twice do not join; the message says so."""
+    with pytest.raises(
+        TreeStructureError, match=r"Cell\b.*\n.*Cell\b.*\n.*Cell was defined twice.*Cell.from_tensordict"
     ):
-        with pytest.raises(
-            TreeStructureError, match=r"Cell\b.*\n.*Cell\b.*\n.*Cell was defined twice.*Cell.from_tensordict"
-        ):
-            join(trees)
-    second.__module__ = "elsewhere"
+        join([inside(each) for each in cells])
+
+
+def test_classes_of_one_name_in_two_modules(cells):
+    """Two classes of one name are told apart by their modules."""
+    type(cells[1]).__module__ = "elsewhere"
+
     with pytest.raises(
         TreeStructureError, match=r"two classes are called Cell, one of .*test_definitions and one of else"
     ):
-        torch.stack([old, new])
+        torch.stack(cells)
 
 
 def test_main_module(capfd):
@@ -297,20 +315,36 @@ class Counting(TensorClass):
         return super().__post_init__().replace(total=self.x.sum(-1))
 
 
-def test_post_init_runs_in_the_constructor_only():
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda made: made[0],
+        lambda made: torch.stack([made, made]),
+        lambda made: made.set("x", torch.zeros(3)),
+        lambda made: made.replace(x=torch.zeros(3, 2)),
+        lambda made: Counting.from_tensordict(made.to_tensordict()),
+        lambda made: torch.utils._pytree.tree_map(lambda x: x, made),
+        copy.deepcopy,
+    ],
+    ids=["index", "stack", "set", "replace", "from_tensordict", "pytree", "deepcopy"],
+)
+def test_post_init_runs_in_the_constructor_only(operation):
     """No operation, copy or conversion runs `__post_init__` again."""
     Counting.calls.clear()
-    made = Counting(torch.ones(3, 2), batch_size=[3])
-    others = (made[0], made.replace(x=torch.zeros(3, 2)), torch.stack([made, made]), made.set("x", torch.zeros(3)))
-    again = Counting.from_tensordict(made.to_tensordict())
-    mapped = torch.utils._pytree.tree_map(lambda x: x, made)
-    copied = copy.deepcopy(made)
+    operation(Counting(torch.ones(3, 2), batch_size=[3]))
 
     assert len(Counting.calls) == 1
+
+
+def test_what_post_init_made_stays():
+    """A value that `__post_init__` made stays when another field is replaced, and in copies."""
+    made = Counting(torch.ones(3, 2), batch_size=[3])
+
     assert made.total.tolist() == [2, 2, 2]
-    assert others[1].total.tolist() == [2, 2, 2]
-    for other in (again, mapped, copied):
-        assert_trees_equal(other, made)
+    assert made.replace(x=torch.zeros(3, 2)).total.tolist() == [2, 2, 2]
+    assert_trees_equal(Counting.from_tensordict(made.to_tensordict()), made)
+    assert_trees_equal(torch.utils._pytree.tree_map(lambda x: x, made), made)
+    assert_trees_equal(copy.deepcopy(made), made)
 
 
 def test_post_init_may_return_nothing():
