@@ -242,20 +242,37 @@ def test_one_file_mapped_twice(tmp_path):
     assert td["x"][0] == 0
 
 
-@pytest.mark.parametrize("index", [torch.tensor([0, 7]), [0, -5], torch.tensor([[0], [4]], dtype=torch.int32)])
+def leaves_of_zeros():
+    """Two leaves of four rows, one nested."""
+    return TensorDict({"a": torch.zeros(4), "n": {"b": torch.zeros(4)}}, [4])
+
+
+each_wrong_index = pytest.mark.parametrize(
+    "index", [torch.tensor([0, 7]), [0, -5], torch.tensor([[0], [4]], dtype=torch.int32)]
+)
+
+
+@each_wrong_index
 def test_positions_are_checked_before_the_first_write(index):
     """A position that is out of range is found before any leaf is written."""
-    td = TensorDict({"a": torch.zeros(4), "n": {"b": torch.zeros(4)}}, [4])
+    td = leaves_of_zeros()
     row = td[:1] + 1
-    stacks = [lazy_stack([td, td.clone()], 1), lazy_stack([td, *[td.clone() for _ in range(3)]])]
-    shape = np.shape(index)
-    rows = [row.expand(*shape, 2), row.expand(*shape, 4)]
 
     with pytest.raises(IndexError, match=r"index: (7|-5|4) is out of range for batch dimension 0.\n.*-4 <= index < 4"):
-        td.at[index].set_(row.expand(*shape))
-    for stack, part in zip(stacks, rows, strict=True):
-        with pytest.raises(IndexError, match=r"index: (7|-5|4) is out of range for batch dimension 0"):
-            stack.at[index].set_(part)
+        td.at[index].set_(row.expand(*np.shape(index)))
+    assert not td.any()
+
+
+@each_wrong_index
+@pytest.mark.parametrize(("trees", "dim"), [(2, 1), (4, 0)], ids=["in each tree", "of trees"])
+def test_positions_in_lazy_stacks_are_checked_before_the_first_write(index, trees, dim):
+    """A position that is out of range in a lazy stack is found before any leaf is written."""
+    td = leaves_of_zeros()
+    row, stack = td[:1] + 1, lazy_stack([td, *[td.clone() for _ in range(trees - 1)]], dim)
+    size = {1: trees, 0: 4}[dim]
+
+    with pytest.raises(IndexError, match=r"index: (7|-5|4) is out of range for batch dimension 0"):
+        stack.at[index].set_(row.expand(*np.shape(index), size))
     assert not td.any()
 
 

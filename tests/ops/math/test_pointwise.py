@@ -63,31 +63,55 @@ def test_unary_equals_torch(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", tables.BINARY | tables.BINARY_LEAFWISE)
 def test_binary_equals_torch(name, dtype):
-    """A number, tensor or tree as operand promotes and computes as torch does on a leaf."""
+    """A tensor or tree as operand promotes and computes as torch does on a leaf."""
     leaf, fn = leaf_of(dtype), getattr(torch, name)
-    other, rows = leaf.flip(0), torch.tensor([1.0, 2.0])
+    other, rows, zero_d = leaf.flip(0), torch.tensor([1.0, 2.0]), torch.tensor(2.0)
     tree = tree_of(leaf)
 
     assert_same_outcome(outcome(lambda: getattr(tree, name)(tree_of(other))), outcome(lambda: fn(leaf, other)))
     assert_same_outcome(outcome(lambda: getattr(tree, name)(rows)), outcome(lambda: fn(leaf, rows[:, None])))
     assert_same_outcome(outcome(lambda: fn(rows, tree)), outcome(lambda: fn(rows[:, None], leaf)))
-    zero_d = torch.tensor(2.0)
     assert_same_outcome(outcome(lambda: getattr(tree, name)(zero_d)), outcome(lambda: fn(leaf, zero_d)))
-    if name not in ("maximum", "minimum") and not name.startswith("logical"):
-        for number in (2, 0.5, True):
-            assert_same_outcome(outcome(lambda n=number: getattr(tree, name)(n)), outcome(lambda n=number: fn(leaf, n)))
+
+
+# torch's take no numbers.
+WITH_NUMBERS = [
+    name
+    for name in tables.BINARY | tables.BINARY_LEAFWISE
+    if name not in ("maximum", "minimum") and not name.startswith("logical")
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", WITH_NUMBERS)
+@pytest.mark.parametrize("number", [2, 0.5, True])
+def test_binary_with_numbers_equals_torch(name, dtype, number):
+    """A number as operand promotes and computes as torch does on a leaf."""
+    leaf, fn = leaf_of(dtype), getattr(torch, name)
+    tree = tree_of(leaf)
+
+    assert_same_outcome(outcome(lambda: getattr(tree, name)(number)), outcome(lambda: fn(leaf, number)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("number", [2, 0.5, True])
+def test_operators_with_numbers_equal_torch(name, dtype, number):
+    """An operator with the tree on either side of a number is that of torch on a leaf."""
+    leaf, fn = leaf_of(dtype), getattr(operator, name)
+    tree = tree_of(leaf)
+
+    assert_same_outcome(outcome(lambda: fn(tree, number)), outcome(lambda: fn(leaf, number)))
+    assert_same_outcome(outcome(lambda: fn(number, tree)), outcome(lambda: fn(number, leaf)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_equal_torch(name, dtype):
-    """An operator with the tree on either side is that of torch on a leaf."""
+    """An operator with the tree on either side of a tensor is that of torch on a leaf."""
     leaf, fn = leaf_of(dtype), getattr(operator, name)
     tree, rows = tree_of(leaf), torch.tensor([1.0, 2.0])
 
-    for number in (2, 0.5, True):
-        assert_same_outcome(outcome(lambda n=number: fn(tree, n)), outcome(lambda n=number: fn(leaf, n)))
-        assert_same_outcome(outcome(lambda n=number: fn(n, tree)), outcome(lambda n=number: fn(n, leaf)))
     assert_same_outcome(outcome(lambda: fn(tree, rows)), outcome(lambda: fn(leaf, rows[:, None])))
     assert_same_outcome(outcome(lambda: fn(rows, tree)), outcome(lambda: fn(rows[:, None], leaf)))
 
