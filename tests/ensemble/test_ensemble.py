@@ -364,12 +364,14 @@ def test_meta(how):
 # -- errors -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_bad_input_is_the_inputs_fault(how):
-    """An input of a wrong shape raises, and the next call runs as before."""
+@pytest.mark.parametrize("bad_calls", [1, 2, 3])
+@pytest.mark.parametrize(("how", "plan"), [(how, "vmap" if how == "auto" else how) for how in WAYS])
+def test_bad_input_is_the_inputs_fault(how, plan, bad_calls):
+    """An input of a wrong shape raises at each call, and the next call runs as before."""
     ensemble, tree = ensemble_of([nn.Linear(3, 2) for _ in range(3)], how)
-    for _ in range(3):
+    for _ in range(bad_calls):
         with pytest.raises(RuntimeError, match=r"5x4|4x5|1x4|size|shape"):
             ensemble(tree, torch.ones(5, 4))
+
     assert ensemble(tree, torch.ones(5, 3)).shape == (3, 5, 2)
-    assert ensemble.plan().startswith("vmap" if how == "auto" else how)
+    assert ensemble.plan().startswith(plan)

@@ -157,8 +157,16 @@ def test_draws_of_one_of_several_generators_are_seen():
     """A draw from one device's default generator counts, although the others stay."""
     generators = [torch.Generator(), torch.default_generator]
 
-    assert watch(generators, lambda: torch.rand(1))[1] is True
-    assert watch(generators, lambda: torch.ones(1)) == (1, False)
+    _, has_drawn = watch(generators, lambda: torch.rand(1))
+    assert has_drawn is True
+
+
+def test_no_draws_are_seen():
+    """Without a draw, the result comes back and nothing counts."""
+    result, has_drawn = watch([torch.Generator(), torch.default_generator], lambda: torch.ones(1))
+
+    assert result == 1
+    assert has_drawn is False
 
 
 def draw_in_a_thread(y):
