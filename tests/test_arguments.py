@@ -10,6 +10,7 @@ from tdfunc import calibration, llm, metrics, optim, random, sweep
 from tdfunc.averaging import SWAG, Snapshots
 from tdfunc.core.errors import as_count
 from tdfunc.nn import BatchEnsembleLinear
+from tests.helpers import assert_trees_equal
 
 PARAMS = tdf.TensorDict({"w": torch.ones(4)})
 MATRIX = tdf.TensorDict({"w": torch.arange(6.0).reshape(2, 3)})
@@ -290,9 +291,7 @@ def test_one_number_of_a_search_is_the_value_of_all_members(number):
 @pytest.mark.parametrize("dim", [np.int64(0), torch.tensor(0), np.int64(-1)], ids=["numpy", "tensor", "negative"])
 def test_a_dimension_is_an_integer_of_any_kind(name, dim):
     """Reductions to one position take what the others take."""
-    found, expected = getattr(RUN, name)(dim), getattr(RUN, name)(0)
-
-    assert tdf.tree_equal(found[0], expected[0]) if name in ("max", "min") else tdf.tree_equal(found, expected)
+    assert_trees_equal(getattr(RUN, name)(dim), getattr(RUN, name)(0))
 
 
 @pytest.mark.parametrize("mode", ["MIN", "minimum", None])

@@ -68,26 +68,43 @@ def test_swa_is_torchs_averaged_model(seed, steps):
     np.testing.assert_allclose(flat(state["mean"]), np.mean([flat(tree) for tree in trees], 0), atol=1e-12)
 
 
-@given(seed=st.integers(0, 2**32), steps=st.integers(2, 9), rank=st.sampled_from([0, 2, 3, 5]))
-def test_swag_is_the_papers(seed, steps, rank):
-    """Mean, mean of squares less squared mean, and the deviations from the running mean, the newest last."""
-    trees = run_of(seed, steps)
-    state = collect(averaging.SWAG(rank), trees)
+def by_the_paper(trees, rank):
+    """Mean, variance and the last deviations from the running mean."""
     thetas = np.stack([flat(tree) for tree in trees])
     mean, square, columns = np.zeros(10), np.zeros(10), []
     for n, theta in enumerate(thetas):
         mean, square = (n * mean + theta) / (n + 1), (n * square + theta**2) / (n + 1)
         columns = [*columns, theta - mean][-rank:]
+    return mean, square - mean**2, columns
+
+
+@given(seed=st.integers(0, 2**32), steps=st.integers(2, 9), rank=st.sampled_from([0, 2, 3, 5]))
+def test_swag_is_the_papers(seed, steps, rank):
+    """Mean, and mean of squares less squared mean."""
+    trees = run_of(seed, steps)
+    state = collect(averaging.SWAG(rank), trees)
+    mean, variance, _ = by_the_paper(trees, rank)
 
     np.testing.assert_allclose(flat(state["mean"]), mean, atol=1e-12)
-    np.testing.assert_allclose(flat(state["variance"]), square - mean**2, atol=1e-10)
-    if rank:
-        deviations = state["deviations"]
-        assert deviations.batch_size == (rank,)
-        assert averaging.SWAG().rank == 20
-        for row, column in zip(deviations[-len(columns) :], columns, strict=True):
-            np.testing.assert_allclose(flat(row), column, atol=1e-12)
-        assert not np.any(flat(deviations[: rank - len(columns)]))
+    np.testing.assert_allclose(flat(state["variance"]), variance, atol=1e-10)
+
+
+@given(seed=st.integers(0, 2**32), steps=st.integers(2, 9), rank=st.sampled_from([2, 3, 5]))
+def test_deviations_of_swag_are_the_papers(seed, steps, rank):
+    """The deviations from the running mean, the newest last; those that are not there yet are zeros."""
+    trees = run_of(seed, steps)
+    deviations = collect(averaging.SWAG(rank), trees)["deviations"]
+    *_, columns = by_the_paper(trees, rank)
+
+    expected = [np.zeros(10)] * (rank - len(columns)) + columns
+    assert deviations.batch_size == (rank,)
+    np.testing.assert_allclose(np.stack([flat(row) for row in deviations]), np.stack(expected), atol=1e-12)
+    assert not np.any(flat(deviations[: rank - len(columns)]))
+
+
+def test_the_rank_of_swag_is_the_papers():
+    """Twenty deviations are kept unless another number is given."""
+    assert averaging.SWAG().rank == 20
 
 
 @pytest.mark.parametrize(("rank", "scale", "steps"), [(0, 1.0, 2), (0, 0.5, 6), (4, 1.0, 6), (4, 0.2, 6), (9, 1.0, 2)])
@@ -121,22 +138,41 @@ def test_a_sample_does_not_depend_on_the_number():
 
 @pytest.mark.parametrize("name", RULES)
 def test_members_are_averaged_each_by_itself(name):
-    """A row of a stacked state is the state of that member, also under vmap and jit; inactive members stay."""
+    """A row of a stacked state is the state of that member."""
     rule, trees = RULES[name], run_of(2, 5, (3,))
-    state = collect(rule, trees)
-    jitted, mapped = rule.init(trees[0]), torch.vmap(rule.init)(trees[0])
-    update, partly = tdf.jit(rule.update), rule.init(trees[0])
+
+    alone = [collect(rule, [tree[i] for tree in trees]) for i in range(3)]
+    assert_trees_equal(list(collect(rule, trees).unbind(0)), alone)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(("wrap", "wrap_init"), [(tdf.jit, lambda f: f), (torch.vmap, torch.vmap)], ids=["jit", "vmap"])
+def test_members_are_averaged_inside_transforms(name, wrap, wrap_init):
+    """A state is updated inside vmap and in a replay as outside."""
+    rule, trees = RULES[name], run_of(2, 5, (3,))
+    update, state = wrap(rule.update), wrap_init(rule.init)(trees[0])
     for tree in trees:
-        jitted, mapped = update(tree, jitted), torch.vmap(rule.update)(tree, mapped)
+        state = update(tree, state)
+
+    assert_trees_equal(state, collect(rule, trees))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_inactive_members_are_not_averaged(name):
+    """The state of a member that is not active stays."""
+    rule, trees = RULES[name], run_of(2, 5, (3,))
+    partly = rule.init(trees[0])
+    for tree in trees:
         partly = rule.update(tree, partly, active=torch.tensor([True, False, True]))
 
-    assert_trees_equal(jitted, state)
-    assert_trees_equal(mapped, state)
-    for i in range(3):
-        assert_trees_equal(state[i], collect(rule, [tree[i] for tree in trees]))
-    assert_trees_equal(partly[0], state[0])
+    assert_trees_equal(partly[0], collect(rule, trees)[0])
     assert_trees_equal(partly[1], rule.init(trees[0])[1])
-    assert rule.init(trees[0].to("meta"))["count"].is_meta
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_state_is_on_the_device_of_its_tree(name):
+    """The count is on the device of the leaves."""
+    assert RULES[name].init(run_of(2, 1, (3,))[0].to("meta"))["count"].is_meta
 
 
 @pytest.mark.slow
@@ -203,15 +239,16 @@ def test_update_bn_is_torchs(make):
     apply, _, _ = tdf.functional(models[0])
     params, buffers = tdf.split(tdf.stack_modules(models))
     _, buffers = tdf.Ensemble(apply.train()).with_buffers(params, buffers, batches[0])
-    together = averaging.update_bn(apply, params, buffers, [(x, None) for x in batches])
 
-    for i, model in enumerate(models):
-        alone = averaging.update_bn(apply, params[i], buffers[i], batches)
-        expected = copy.deepcopy(model)
-        torch_update_bn(batches, expected)
-        expected = tdf.split(tdf.from_module(expected).detach())[1]
-        assert_trees_equal(alone, expected, atol=1e-12)
-        assert_trees_equal(together[i], expected, atol=1e-12)
+    expected = []
+    for model in models:
+        updated = copy.deepcopy(model)
+        torch_update_bn(batches, updated)
+        expected.append(tdf.split(tdf.from_module(updated).detach())[1])
+    together = averaging.update_bn(apply, params, buffers, [(x, None) for x in batches])
+    alone = [averaging.update_bn(apply, params[i], buffers[i], batches) for i in range(2)]
+    assert_trees_equal(list(together.unbind(0)), expected, atol=1e-12)
+    assert_trees_equal(alone, expected, atol=1e-12)
 
 
 class TwoPasses(nn.Module):

@@ -108,15 +108,25 @@ def test_a_risk_after_an_infinite_loss_is_infinite(loss):
     assert risk.tolist() == [1.0, 1.0, loss, loss, loss]
 
 
+@pytest.mark.parametrize("measure", [metrics.auroc, metrics.aurc, metrics.risk_coverage])
 @given(seed=st.integers(0, 2**32), members=st.integers(1, 4), size=st.integers(1, 20))
-def test_members_are_measured_each_by_itself(seed, members, size):
-    """A result for each member, as in a loop and under vmap; labels are shared or their own."""
+def test_members_are_measured_each_by_itself(measure, seed, members, size):
+    """A result for each member, as in a loop; labels are shared or their own."""
     score = outputs(seed, members, size)
     truth = random.bernoulli(random.key(seed + 1), 0.4, (members, size))
-    for measure in (metrics.auroc, metrics.aurc, metrics.risk_coverage):
-        for own in (truth, truth[0]):
-            loop = [measure(s, own[i] if own.dim() == 2 else own) for i, s in enumerate(score)]
-            torch.testing.assert_close(measure(score, own), torch.stack(loop), equal_nan=True)
+
+    own = torch.stack([measure(s, t) for s, t in zip(score, truth, strict=True)])
+    shared = torch.stack([measure(s, truth[0]) for s in score])
+    torch.testing.assert_close(measure(score, truth), own, equal_nan=True)
+    torch.testing.assert_close(measure(score, truth[0]), shared, equal_nan=True)
+
+
+@given(seed=st.integers(0, 2**32), members=st.integers(1, 4), size=st.integers(1, 20))
+def test_members_are_measured_under_vmap(seed, members, size):
+    """A result under vmap is that outside."""
+    score = outputs(seed, members, size)
+    truth = random.bernoulli(random.key(seed + 1), 0.4, (members, size))
+
     torch.testing.assert_close(torch.vmap(metrics.aurc)(score, truth), metrics.aurc(score, truth))
 
 
@@ -249,17 +259,24 @@ CALLS = {
 }
 
 
+def read_only(x):
+    """An array with negative strides that cannot be written."""
+    array = x.numpy()[::-1].copy()[::-1]
+    array.flags.writeable = False
+    return array
+
+
 @pytest.mark.parametrize("name", CALLS)
-def test_arrays_are_tensors(name):
+@pytest.mark.parametrize(
+    "given_as",
+    [read_only, lambda x: x.numpy(), lambda x: x.tolist(), lambda x: tuple(x.tolist())],
+    ids=["read-only", "array", "list", "tuple"],
+)
+def test_arrays_are_tensors(name, given_as):
     """Arrays, those that cannot be written and those with negative strides among them, and lists."""
     call, given = CALLS[name]
-    reversed_twice = [x.numpy()[::-1].copy()[::-1] for x in given]
-    for x in reversed_twice:
-        x.flags.writeable = False
 
-    lists = [x.tolist() for x in given]
-    for others in (reversed_twice, [x.numpy() for x in given], lists, list(map(tuple, lists))):
-        torch.testing.assert_close(call(*others), call(*given), check_dtype=False)
+    torch.testing.assert_close(call(*map(given_as, given)), call(*given), check_dtype=False)
 
 
 MESSAGES = [

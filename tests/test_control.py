@@ -43,7 +43,7 @@ def tied():
 
 def assert_same(actual, expected):
     """Check equality of results, trees or containers of them."""
-    if isinstance(expected, tuple):
+    if isinstance(expected, tuple | list):
         assert type(actual) is type(expected)
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)
@@ -51,6 +51,11 @@ def assert_same(actual, expected):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     else:
         assert_trees_equal(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def without_names(x):
+    """A tree without names of its dimensions, or a tensor."""
+    return x.with_names(None) if isinstance(x, TensorDict) else x
 
 
 def double_or_next(t):
@@ -83,14 +88,13 @@ FUNCTIONS = [double_or_next, add_until, rows, sums, backward_sums]
 # -- against Python's statements --------------------------------------------------------------------------------
 
 
-@given(trees(nontensor=True))
-def test_cond_is_an_if(t):
+@pytest.mark.parametrize("given_as", [bool, torch.tensor, lambda pred: torch.tensor([pred])], ids=["bool", "0d", "1d"])
+@given(t=trees(nontensor=True))
+def test_cond_is_an_if(given_as, t):
     """A branch gets, and returns, the trees that Python's `if` gives."""
-    for pred in (True, False):
-        expected = (t, 1) if pred else t.empty()
+    found = [tdf.cond(given_as(pred), lambda t: (t, 1), lambda t: t.empty(), (t,)) for pred in (True, False)]
 
-        for given_as in (pred, torch.tensor(pred), torch.tensor([pred])):
-            assert_same(tdf.cond(given_as, lambda t: (t, 1), lambda t: t.empty(), (t,)), expected)
+    assert_same(found, [(t, 1), t.empty()])
 
 
 @given(trees(), st.integers(0, 4))
@@ -137,23 +141,35 @@ def test_operands_are_not_written(fn):
     assert_pure(fn, tree())
 
 
-def test_every_kind_of_node_comes_back():
-    """Typed trees, lazy stacks, ties, non-tensor data and containers come back."""
+@pytest.fixture
+def operands():
+    """Typed trees, lazy stacks, ties, non-tensor data and containers; last a count in a pair, and a dict."""
     state = State(torch.ones(3, 2), batch_size=[3])
     lazy = tdf.lazy_stack([TensorDict({"x": torch.ones(2, n)}, [2]) for n in (1, 2)], dim=1)
     words = TensorDict({"x": torch.ones(3), "w": ["a", "b", "c"]}, [3])
-    operands = (state, lazy, words, tied(), Pair(tree(), torch.tensor(1)), {"k": [tree()]})
+    return state, lazy, words, tied(), Pair(tree(), torch.tensor(1)), {"k": [tree()]}
 
-    out = tdf.cond(torch.tensor(True), lambda *t: t, lambda *t: t, operands)
+
+def test_every_kind_of_node_comes_back_from_a_branch(operands):
+    """A branch returns what it was given."""
+    assert tdf.cond(torch.tensor(True), lambda *t: t, lambda *t: t, operands) == operands
+
+
+def test_every_kind_of_node_comes_back_from_a_loop(operands):
+    """A loop returns what it does not change."""
     looped = tdf.while_loop(
         lambda *t: t[-2].number < 3, lambda *t: (*t[:-2], Pair(t[-2].tree, t[-2].number + 1), t[-1]), operands
     )
-    mapped = tdf.map(lambda rows: rows, operands[:1] + operands[2:3])
 
-    assert out == operands
-    assert all(a is b for a, b in zip(looped[:-2], operands[:-2], strict=True))
+    assert [a is b for a, b in zip(looped[:-2], operands[:-2], strict=True)] == [True] * 4
     assert looped[-2].number == 3
-    assert_same(mapped, operands[:1] + operands[2:3])
+
+
+def test_every_kind_of_node_comes_back_from_a_map(operands):
+    """A map keeps typed trees, values for each row, ties, lazy stacks and containers."""
+    state, lazy, words, *_ = operands
+
+    assert_same(tdf.map(lambda rows: rows, (state, words)), (state, words))
     assert len(tdf.map(lambda t: t * 2, torch.stack([tied(), tied()])).leaves()) == 1
     assert tdf.map(lambda t: t * 2, lazy)["x"][1].tolist() == [[2, 2], [2, 2]]
     assert tdf.map(lambda x: ("s", {}), torch.ones(2)) == ("s", {})
@@ -172,56 +188,72 @@ def test_cond_under_vmap_selects():
 
 
 # torch's own, for constants of what it linearizes.
+def python_sums(t):
+    """`sums` in Python."""
+    carry, out = t[0], []
+    for row in t.unbind(0):
+        out.append((carry * 2).set("z", row["a"]))
+        carry = carry + row
+    return carry, torch.stack(out)
+
+
+def loss_of(fn):
+    """The sum of squares of what a function returns."""
+    return lambda t: sum(x.square().sum() for x in pytree.tree_leaves(fn(t)) if x.is_floating_point())
+
+
+STATEMENTS = {
+    "cond": (double_or_next, lambda t: t * 2),
+    "while_loop": (add_until, lambda t: t * 8),
+    "map": (
+        lambda t: tdf.map(lambda row: row.set("z", row["a"] * 2), t),
+        lambda t: t.set("z", t["a"] * 2),
+    ),
+    "scan": (sums, python_sums),
+}
+
+
+@pytest.mark.parametrize(("fn", "plain"), STATEMENTS.values(), ids=STATEMENTS)
+def test_gradients_are_those_of_the_statement(fn, plain):
+    """Gradients, alone or for each member, and tangents are those of the Python code."""
+    t = TensorDict({"a": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])}, [3])
+    both = torch.stack([t, t + 1])
+
+    found, expected = [torch.func.grad(loss_of(f)) for f in (fn, plain)]
+    _, tangent = torch.func.jvp(loss_of(fn), (t,), (torch.ones_like(t),))
+    assert_trees_equal(found(t), expected(t), rtol=1e-5)
+    assert_trees_equal(torch.vmap(found)(both), torch.stack([expected(x) for x in both.unbind(0)]), rtol=1e-5)
+    torch.testing.assert_close(tangent, torch.func.jvp(loss_of(plain), (t,), (torch.ones_like(t),))[1])
+
+
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr:UserWarning")
-def test_gradients_are_those_of_the_statement():
-    """Gradients, alone or for each member, are those of the Python code."""
+def test_a_branch_is_linearized():
+    """`torch.func.linearize` of a branch is its derivative."""
     t = TensorDict({"a": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])}, [3])
 
-    def loss(fn):
-        return lambda t: sum(x.square().sum() for x in pytree.tree_leaves(fn(t)) if x.is_floating_point())
-
-    def python_sums(t):
-        carry, out = t[0], []
-        for row in t.unbind(0):
-            out.append((carry * 2).set("z", row["a"]))
-            carry = carry + row
-        return carry, torch.stack(out)
-
-    for fn, plain in [
-        (double_or_next, lambda t: t * 2),
-        (add_until, lambda t: t * 8),
-        (rows, lambda t: t.set("z", t["a"] * 2)),
-        (sums, python_sums),
-    ]:
-        if fn is rows:
-            fn = lambda t: tdf.map(lambda row: row.set("z", row["a"] * 2), t)  # noqa: E731
-        assert_trees_equal(torch.func.grad(loss(fn))(t), torch.func.grad(loss(plain))(t), rtol=1e-5)
-        both = torch.stack([t, t + 1])
-        grads = torch.vmap(torch.func.grad(loss(fn)))(both)
-        assert_trees_equal(grads, torch.stack([torch.func.grad(loss(plain))(x) for x in both.unbind(0)]), rtol=1e-5)
-        _, tangent = torch.func.jvp(loss(fn), (t,), (torch.ones_like(t),))
-        torch.testing.assert_close(tangent, torch.func.jvp(loss(plain), (t,), (torch.ones_like(t),))[1])
     assert_trees_equal(torch.func.linearize(double_or_next, t)[1](t), t * 2)
 
 
-def test_vmap_of_loops():
+@pytest.mark.parametrize("fn", [add_until, rows, sums, backward_sums])
+def test_vmap_of_loops(fn):
     """Members stay apart, and a loop over rows under vmap keeps the batch dimensions."""
     t = torch.stack([tree(), tree() + 1]).exclude("s")
 
-    for fn in (add_until, rows, sums, backward_sums):
-        out, expected = torch.vmap(fn)(t), [fn(x) for x in t.unbind(0)]
-        for actual, *others in zip(*(x if isinstance(x, tuple) else (x,) for x in (out, *expected)), strict=True):
-            whole = torch.stack(others)
-            assert_same(actual, whole if isinstance(whole, Tensor) else whole.with_names(None))
+    found, alone = torch.vmap(fn)(t), [fn(x) for x in t.unbind(0)]
+    expected = pytree.tree_map(lambda *xs: torch.stack(xs), *alone, is_leaf=lambda x: isinstance(x, TensorDict))
+    assert_same(found, pytree.tree_map(without_names, expected, is_leaf=lambda x: isinstance(x, TensorDict)))
 
 
-def test_jit():
+@pytest.mark.parametrize("fn", [double_or_next, rows, sums, backward_sums])
+def test_jit(fn):
     """A branch follows the values of each call, and a loop over rows is recorded."""
-    for fn in (double_or_next, rows, sums, backward_sums):
-        step = tdf.jit(fn)
-        for t in (tree(), tree() - 100):
-            assert_same(step(t), fn(t))
+    step, given_trees = tdf.jit(fn), [tree(), tree() - 100]
 
+    assert_same([step(t) for t in given_trees], [fn(t) for t in given_trees])
+
+
+def test_jit_of_a_loop_without_a_number_of_steps():
+    """A loop whose number of steps depends on values is not recorded."""
     with pytest.raises(UnsupportedError, match=r"while_loop: the number of steps is not known[\s\S]*jit"):
         tdf.jit(add_until)(tree())
 
@@ -239,10 +271,9 @@ def compiled(fn, *, backend="eager", dynamic=None):
 @pytest.mark.parametrize("fn", quick(FUNCTIONS, double_or_next))
 def test_compile(fn, dynamic):
     """`torch.compile` makes one graph that gives the same tree for all values, also of symbolic sizes."""
-    run = compiled(fn, dynamic=dynamic)
+    run, given_trees = compiled(fn, dynamic=dynamic), [tree(), tree() - 100]
 
-    for t in (tree(), tree() - 100):
-        assert_same(run(t), fn(t))
+    assert_same([run(t) for t in given_trees], [fn(t) for t in given_trees])
 
 
 @pytest.mark.slow
@@ -251,15 +282,13 @@ def test_compile(fn, dynamic):
 def test_compile_with_autograd(fn, backend):
     """The compiled operator has the gradients of every leaf."""
     t = tree()
-    run = compiled(fn, backend=backend)
-    grads = []
-    for call in (run, fn):
+
+    def gradients(call):
         leaves = t.apply(lambda x: x.clone().requires_grad_())
         out = [x for x in pytree.tree_leaves(call(leaves)) if x.requires_grad]
-        grads.append(torch.autograd.grad(sum(x.square().sum() for x in out), leaves.leaves(), materialize_grads=True))
+        return torch.autograd.grad(sum(x.square().sum() for x in out), leaves.leaves(), materialize_grads=True)
 
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(gradients(compiled(fn, backend=backend)), gradients(fn))
 
 
 @pytest.mark.slow
@@ -275,9 +304,9 @@ def test_compile_of_transforms(fn):
     assert_same(compiled(grad)(tree()), grad(tree()))
 
 
-@pytest.mark.slow
-def test_compile_keeps_what_is_not_a_tensor():
-    """Typed trees, ties, values for each row and numbers of a result are kept when compiled."""
+@pytest.fixture(scope="module")
+def mixed():
+    """A branch whose result holds typed trees, ties, values for each row and numbers; its operands; the program."""
     state = State(torch.ones(3, 2), "n", batch_size=[3])
     words = TensorDict({"x": torch.ones(3), "w": ["a", "b", "c"]}, [3])
 
@@ -290,16 +319,22 @@ def test_compile_keeps_what_is_not_a_tensor():
 
         return tdf.cond(x.sum() > 0, yes, no, (state, words, tied))
 
-    run = compiled(fn)
-    for x in (torch.ones(1), -torch.ones(1)):
-        (pair, extra), (expected, other) = run(x, state, words, tied()), fn(x, state, words, tied())
+    return fn, (state, words, tied()), compiled(fn)
 
-        assert type(pair) is Pair
-        assert_trees_equal(pair.tree, expected.tree)
-        assert pair.tree.note == "n"
-        assert extra["k"][2:] == other["k"][2:]
-        assert_trees_equal(extra["k"][0], other["k"][0])
-        assert len(extra["k"][1].leaves()) == 1
+
+@pytest.mark.slow
+@pytest.mark.parametrize("x", [torch.ones(1), -torch.ones(1)], ids=["true", "false"])
+def test_compile_keeps_what_is_not_a_tensor(mixed, x):
+    """Typed trees, ties, values for each row and numbers of a result are kept when compiled."""
+    fn, operands, run = mixed
+    (pair, extra), (expected, other) = run(x, *operands), fn(x, *operands)
+
+    assert type(pair) is Pair
+    assert_trees_equal(pair.tree, expected.tree)
+    assert pair.tree.note == "n"
+    assert extra["k"][2:] == other["k"][2:]
+    assert_trees_equal(extra["k"][0], other["k"][0])
+    assert len(extra["k"][1].leaves()) == 1
 
 
 def branches(change):
@@ -416,16 +451,16 @@ def test_recompiles():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("fn", [double_or_next, add_until, rows, sums])
-def test_export(fn, strict):
+@pytest.mark.parametrize(
+    ("fn", "operator"), [(double_or_next, "cond"), (add_until, "while_loop"), (rows, "map_impl"), (sums, "scan")]
+)
+def test_export(fn, operator, strict):
     """An exported program holds both branches, the loop, and the tree."""
     t = tree().exclude("s")
     program = torch.export.export(Calls(fn), (t,), strict=strict)
-    operators = {"double_or_next": "cond", "add_until": "while_loop", "rows": "map_impl", "sums": "scan"}
 
-    assert operators[fn.__name__] in {str(node.target) for node in program.graph.nodes}
-    for other in (t, t - 100):
-        assert_same(program.module()(other), fn(other))
+    assert operator in {str(node.target) for node in program.graph.nodes}
+    assert_same([program.module()(other) for other in (t, t - 100)], [fn(other) for other in (t, t - 100)])
 
 
 def test_symbolic_sizes():
@@ -465,23 +500,34 @@ DIFFERENT = {
 }  # fmt: skip
 
 
+def one_after(first, second):
+    """A function that calls the first and, from its second call on, the second."""
+    later = iter([first, second])
+    return lambda t: next(later)(t)
+
+
+PLACES = {
+    "cond: the branches": lambda change: tdf.cond(torch.ones((), device="meta"), lambda t: t, change, (T,)),
+    "while_loop: body_fn": lambda change: tdf.while_loop(lambda t: True, lambda t: (change(t),), (T,)),
+    "scan: combine_fn": lambda change: tdf.scan(lambda c, row: (change(c), c), T, torch.ones(2)),
+    "map: the rows": lambda change: tdf.map(one_after(lambda t: t, change), torch.stack([T, T])),
+    "scan: the steps": lambda change: scan_rows(one_after(lambda t: t, change)),
+}
+
+
+def scan_rows(change):
+    """Scan two rows, and return what a function makes of each."""
+    return tdf.scan(lambda c, row: (c, change(row)), T, torch.stack([T, T]))
+
+
+@pytest.mark.parametrize("what", PLACES)
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_results_that_differ_are_named(name):
+def test_results_that_differ_are_named(name, what):
     """Branches, rows and steps give one structure, shape, dtype and batch size; the error names the leaf."""
     change, error, message = DIFFERENT[name]
-    if_second, if_later = iter([lambda t: t, change]), iter([lambda t: t, change])
-    two = torch.stack([T, T])
-    calls = {
-        "cond: the branches": lambda: tdf.cond(torch.ones((), device="meta"), lambda t: t, change, (T,)),
-        "while_loop: body_fn": lambda: tdf.while_loop(lambda t: True, lambda t: (change(t),), (T,)),
-        "scan: combine_fn": lambda: tdf.scan(lambda c, row: (change(c), c), T, torch.ones(2)),
-        "map: the rows": lambda: tdf.map(lambda row: next(if_second)(row), two),
-        "scan: the steps": lambda: tdf.scan(lambda c, row: (c, next(if_later)(row)), T, two),
-    }
 
-    for what, call in calls.items():
-        with pytest.raises(error, match=what + r"[\s\S]*" + message):
-            call()
+    with pytest.raises(error, match=what + r"[\s\S]*" + message):
+        PLACES[what](change)
 
 
 CONTAINERS = {
@@ -503,11 +549,15 @@ def test_containers_that_differ(name):
 
 
 @pytest.mark.slow
-def test_compiled_branches_that_differ():
+@pytest.mark.parametrize(
+    "change",
+    [lambda t: t.delete("a"), lambda t: t.to(torch.float64), lambda t: t.unsqueeze(0)],
+    ids=["structure", "dtype", "shape"],
+)
+def test_compiled_branches_that_differ(change):
     """A compiled program refuses branches of other structure, or of another dtype."""
-    for change in (lambda t: t.delete("a"), lambda t: t.to(torch.float64), lambda t: t.unsqueeze(0)):
-        with pytest.raises(Exception, match="differing branch outputs"):
-            compiled(lambda t, change=change: tdf.cond(t["a"].sum() > 0, lambda t: t, change, (t,)))(T)
+    with pytest.raises(Exception, match="differing branch outputs"):
+        compiled(lambda t: tdf.cond(t["a"].sum() > 0, lambda t: t, change, (t,)))(T)
 
 
 REFUSED = [

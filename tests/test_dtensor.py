@@ -148,10 +148,12 @@ def test_sharing_is_refused(td):
         td.share_memory_()
 
 
-def test_plain_tensors_beside_them(td):
+@pytest.mark.parametrize(
+    "call",
+    [lambda td: td + torch.ones(3), lambda td: td[torch.tensor([0, 2])], lambda td: torch.stack([td, whole(td)])],
+    ids=["arithmetic", "index", "stack"],
+)
+def test_plain_tensors_beside_them(td, call):
     """Torch does not mix the two, and its message says what to do; nothing may be gathered in silence."""
-    plain = whole(td)
-
-    for call in (lambda: td + torch.ones(3), lambda: td[torch.tensor([0, 2])], lambda: torch.stack([td, plain])):
-        with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
-            call()
+    with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
+        call(td)

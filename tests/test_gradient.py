@@ -70,31 +70,47 @@ def test_a_tied_leaf_has_one_gradient():
     torch.testing.assert_close(grads[path], tdf.from_module(model)[path].grad)
 
 
-def test_several_trees_and_an_auxiliary_value():
-    """Adapters and a part of the parameters at once, under vmap and jit."""
+@pytest.fixture
+def scaled():
+    """A loss of parameters and scales with an auxiliary value, and its arguments for three members."""
     apply, params, _ = tdf.functional(nn.Linear(3, 2))
     stacked = tdf.stack([params, params * 2, params * 3])
     scales = tdf.TensorDict({"s": torch.rand(3, 2), "n": torch.arange(3)}, [3])
-    x = torch.randn(5, 3)
 
     def loss(params, scale, x):
         out = apply(params, x) * scale["s"]
         return (out * scale["n"]).square().sum(), out
 
+    return loss, (stacked, scales, torch.randn(5, 3))
+
+
+def test_several_trees_and_an_auxiliary_value(scaled):
+    """Adapters and a part of the parameters at once, under vmap."""
+    loss, (stacked, scales, x) = scaled
     step = tdf.value_and_grad(loss, ["weight", None], argnums=(0, 1), has_aux=True)
-    (value, out), (grads, scale_grads) = torch.vmap(step, (0, 0, None))(stacked, scales, x)
+    (value, _), (grads, scale_grads) = torch.vmap(step, (0, 0, None))(stacked, scales, x)
+
+    def alone(i):
+        part, rest = tdf.partition(stacked[i], "weight")
+        return torch.func.grad(lambda p: loss(tdf.combine(p, rest), scales[i], x)[0])(part)["weight"]
+
     assert grads.paths() == [("weight",)]
     assert scale_grads.paths() == [("s",)]
-    for i in range(3):
-        part, rest = tdf.partition(stacked[i], "weight")
-        expected = torch.func.grad(lambda p, i=i, rest=rest: loss(tdf.combine(p, rest), scales[i], x)[0])(part)
-        torch.testing.assert_close(grads[i]["weight"], expected["weight"])
-        torch.testing.assert_close(value[i], loss(stacked[i], scales[i], x)[0])
-    jitted = tdf.jit(torch.vmap(tdf.grad(loss, ["weight", None], argnums=(0, 1), has_aux=True), (0, 0, None)))
-    for _ in range(2):
-        (again, _), aux = jitted(stacked, scales, x)
-        torch.testing.assert_close(again["weight"], grads["weight"])
-        torch.testing.assert_close(aux, out)
+    torch.testing.assert_close(grads["weight"], torch.stack([alone(i) for i in range(3)]))
+    torch.testing.assert_close(value, torch.stack([loss(stacked[i], scales[i], x)[0] for i in range(3)]))
+
+
+def test_several_trees_and_an_auxiliary_value_in_a_replay(scaled):
+    """The first call and the replay give the gradients and the auxiliary value of the function."""
+    loss, args = scaled
+    options = {"argnums": (0, 1), "has_aux": True}
+    step = torch.vmap(tdf.value_and_grad(loss, ["weight", None], **options), (0, 0, None))
+    jitted = tdf.jit(torch.vmap(tdf.grad(loss, ["weight", None], **options), (0, 0, None)))
+    (_, out), (grads, _) = step(*args)
+
+    found = [jitted(*args) for _ in range(2)]
+    torch.testing.assert_close([again["weight"] for (again, _), _ in found], [grads["weight"]] * 2)
+    torch.testing.assert_close([aux for _, aux in found], [out] * 2)
 
 
 def test_second_derivatives():

@@ -63,39 +63,46 @@ def test_classification_by_hand(rng, members, batch, classes, scale, weighted):
         torch.as_tensor(y), kind="classification", weights=torch.as_tensor(weights) if weighted else None
     )
 
-    expected = by_hand(y, weights / weights.sum())
-    assert set(found.keys()) == set(expected)
     assert found.batch_size == (batch,)
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}")
+    torch.testing.assert_close(dict(found.items()), dict(by_hand(y, weights / weights.sum())), rtol=1e-9, atol=1e-10)
 
 
 @given(logits, st.integers(1, 5), st.floats(0.01, 200))
-def test_classification_laws(rng, members, scale):
-    """Measures stay in their ranges, and do not depend on the order of members or on a shift of the logits."""
+def test_ranges_of_classification(rng, members, scale):
+    """Measures are a tree of the batch, stay in their ranges and add up."""
     y = torch.as_tensor(rng.normal(size=(members, 3, 2, 4)) * scale, dtype=torch.float32)
     u = uncertainty(y, kind="classification")
+    bounds = {"mutual_information": np.log(members) + 1e-5, "entropy": np.log(4) + 1e-5,
+              "variation_ratio": 1 - 1 / members + 1e-6}  # fmt: skip
 
     assert type(u) is TensorDict
     assert u.batch_size == (3, 2)
     torch.testing.assert_close(u["mean"].sum(-1), torch.ones(3, 2))
     assert (u["mutual_information"] >= 0).all()
-    assert (u["mutual_information"] <= np.log(members) + 1e-5).all()
-    assert (u["entropy"] <= np.log(4) + 1e-5).all()
-    assert (u["variation_ratio"] <= 1 - 1 / members + 1e-6).all()
+    assert [key for key, bound in bounds.items() if not (u[key] <= bound).all()] == []
     torch.testing.assert_close(u["entropy"], u["expected_entropy"] + u["mutual_information"], rtol=1e-4, atol=1e-5)
+
+
+@given(logits, st.integers(1, 5), st.floats(0.01, 200))
+def test_invariances_of_classification(rng, members, scale):
+    """Measures do not depend on the order of members or on a shift of the logits."""
+    y = torch.as_tensor(rng.normal(size=(members, 3, 2, 4)) * scale, dtype=torch.float32)
+    u = uncertainty(y, kind="classification")
+
     assert_trees_equal(uncertainty(y.flip(0), kind="classification"), u, rtol=1e-4, atol=1e-6)
     assert_trees_equal(uncertainty(y + 50, kind="classification"), u, rtol=1e-2, atol=1e-3)
 
 
-def test_small_mutual_information_survives():
+@pytest.mark.parametrize(
+    ("difference", "dtype", "rtol"), [(1e-4, torch.float32, 0.1), (0.06, torch.float64, 1e-12)], ids=str
+)
+def test_small_mutual_information_survives(difference, dtype, rtol):
     """Mutual information is right where `entropy - expected_entropy` cancels, to 0 in float32."""
-    for difference, dtype, rtol in ((1e-4, torch.float32, 0.1), (0.06, torch.float64, 1e-12)):
-        y = torch.tensor([[[2.0, 0.0]], [[2.0 + difference, 0.0]]], dtype=dtype)
-        found = uncertainty(y, kind="classification")["mutual_information"]
+    y = torch.tensor([[[2.0, 0.0]], [[2.0 + difference, 0.0]]], dtype=dtype)
+    found = uncertainty(y, kind="classification")["mutual_information"]
 
-        q = softmax(y.numpy().astype(np.longdouble))
-        np.testing.assert_allclose(found.numpy(), (q * np.log(q / q.mean(0))).sum(-1).mean(0), rtol=rtol)
+    q = softmax(y.numpy().astype(np.longdouble))
+    np.testing.assert_allclose(found.numpy(), (q * np.log(q / q.mean(0))).sum(-1).mean(0), rtol=rtol)
 
 
 def test_identical_members_share_everything():
@@ -108,18 +115,27 @@ def test_identical_members_share_everything():
     assert (u["disagreement"] < 1e-6).all()
 
 
-def test_masked_classes_are_probability_zero(generator):
-    """A class with a logit of -inf adds nothing to entropies and their gradients."""
+@pytest.fixture
+def masked(generator):
+    """Logits of five classes, and the same with a sixth of -inf."""
     y = torch.randn(3, 4, 5, generator=generator, dtype=torch.float64)
-    masked = torch.cat([y, torch.full((3, 4, 1), -torch.inf, dtype=torch.float64)], -1)
+    return y, torch.cat([y, torch.full((3, 4, 1), -torch.inf, dtype=torch.float64)], -1)
 
-    full, part = uncertainty(masked, kind="classification"), uncertainty(y, kind="classification")
+
+def test_masked_classes_are_probability_zero(masked):
+    """A class with a logit of -inf adds nothing to entropies."""
+    part, full = [uncertainty(x, kind="classification") for x in masked]
+    keys = ("entropy", "expected_entropy", "mutual_information", "disagreement")
+
+    torch.testing.assert_close({key: full[key] for key in keys}, {key: part[key] for key in keys})
+
+
+def test_masked_classes_have_no_gradient(masked):
+    """A class with a logit of -inf adds nothing to the gradients of entropies."""
     total = lambda x: sum(uncertainty(x, kind="classification")[key].sum() for key in ("entropy", "mutual_information"))  # noqa: E731
-    grads = [torch.func.grad(total)(x)[..., :5] for x in (masked, y)]
+    part, full = [torch.func.grad(total)(x)[..., :5] for x in masked]
 
-    for key in ("entropy", "expected_entropy", "mutual_information", "disagreement"):
-        torch.testing.assert_close(full[key], part[key])
-    torch.testing.assert_close(*grads)
+    torch.testing.assert_close(full, part)
 
 
 def test_weight_zero_leaves_the_member_out(generator):
@@ -226,17 +242,8 @@ def labelled(generator, members=3, batch=200, classes=5):
     return y, t
 
 
-@given(logits, st.integers(0, 4), st.lists(st.integers(1, 6), max_size=2), st.integers(1, 6), st.integers(1, 20))
-def test_scores_by_hand(rng, members, batch, classes, bins):
-    """Scores are those of the mixture of the members (of one model, without them), by their definitions."""
-    y = rng.normal(size=(max(members, 1), *batch, classes)) * 2
-    t = rng.integers(classes, size=batch)
-    weights = rng.uniform(0.1, 5, size=members) if members else None
-    given = (torch.as_tensor(y if members else y[0]), torch.as_tensor(t))
-    curve = reliability_curve(*given, bins=bins, weights=weights)
-
-    p = np.average(softmax(y), axis=0, weights=weights).reshape(-1, classes)
-    t = t.reshape(-1)
+def curve_by_hand(p, t, bins):
+    """Of each bin its bounds, the number of examples, their mean confidence and accuracy; and the calibration error."""
     confidence, right = p.max(-1), p.argmax(-1) == t
     rows, error = [], 0.0
     for b in range(bins):
@@ -244,15 +251,31 @@ def test_scores_by_hand(rng, members, batch, classes, bins):
         means = (confidence[inside].mean(), right[inside].mean()) if inside.any() else (np.nan, np.nan)
         error += inside.mean() * abs(means[0] - means[1]) if inside.any() else 0.0
         rows.append((b / bins, (b + 1) / bins, inside.sum(), *means))
+    return np.array(rows, dtype=np.float64), error
+
+
+@given(logits, st.integers(0, 4), st.lists(st.integers(1, 6), max_size=2), st.integers(1, 6), st.integers(1, 20))
+def test_scores_by_hand(rng, members, batch, classes, bins):
+    """Scores are those of the mixture of the members (of one model, without them), by their definitions."""
+    y = rng.normal(size=(max(members, 1), *batch, classes)) * 2
+    t = rng.integers(classes, size=batch)
+    weights = rng.uniform(0.1, 5, size=members) if members else None
+    given = (torch.as_tensor(y if members else y[0]), torch.as_tensor(t))
+
+    p = np.average(softmax(y), axis=0, weights=weights).reshape(-1, classes)
+    t = t.reshape(-1)
+    rows, error = curve_by_hand(p, t, bins)
+    scores = {"nll": nll, "brier": brier, "ece": partial(ece, bins=bins)}
+    found = {name: score(*given, weights=weights).item() for name, score in scores.items()}
     expected = {
-        nll: -np.log(p[np.arange(t.size), t]).mean(),
-        brier: ((p - np.eye(classes)[t]) ** 2).sum(-1).mean(),
-        partial(ece, bins=bins): error,
+        "nll": -np.log(p[np.arange(t.size), t]).mean(),
+        "brier": ((p - np.eye(classes)[t]) ** 2).sum(-1).mean(),
+        "ece": error,
     }
-    for score, value in expected.items():
-        np.testing.assert_allclose(score(*given, weights=weights).item(), value, rtol=1e-9, atol=1e-12)
-    for key, column in zip(("lower", "upper", "count", "confidence", "accuracy"), zip(*rows, strict=True), strict=True):
-        np.testing.assert_allclose(curve[key].numpy(), column, rtol=1e-6, atol=1e-9)
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    curve = reliability_curve(*given, bins=bins, weights=weights)
+    columns = np.stack([curve[key].numpy() for key in ("lower", "upper", "count", "confidence", "accuracy")], -1)
+    np.testing.assert_allclose(columns, rows, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])

@@ -115,30 +115,41 @@ def test_a_subclass_of_a_frozen_class():
         child.x = torch.ones(2)
 
 
-def test_a_decorated_class_is_a_tree():
-    """A decorated class takes fields by position and by name, and its methods run on rows and other shapes."""
+@tensorclass
+class MyData:
+    image: torch.Tensor
+    mask: torch.Tensor
+    label: torch.Tensor
 
-    @tensorclass
-    class MyData:
-        image: torch.Tensor
-        mask: torch.Tensor
-        label: torch.Tensor
+    def mask_image(self):
+        return self.image[self.mask.expand_as(self.image)].view(*self.batch_size, -1)
 
-        def mask_image(self):
-            return self.image[self.mask.expand_as(self.image)].view(*self.batch_size, -1)
+    def select_label(self, label):
+        return self[self.label == label]
 
-        def select_label(self, label):
-            return self[self.label == label]
 
+@pytest.fixture
+def images():
+    """A hundred images; fields are given by position and by name."""
     mask = (torch.rand(1, 8, 8) < 0.5).expand(100, 1, 8, 8)
-    data = MyData(torch.randn(100, 3, 8, 8), mask, label=torch.randint(10, (100,)), batch_size=[100])
-    ones, square = data.select_label(1), data.reshape(10, 10)
+    return MyData(torch.randn(100, 3, 8, 8), mask, label=torch.randint(10, (100,)), batch_size=[100])
+
+
+def test_methods_of_a_decorated_class(images):
+    """Methods of a decorated class run on its fields and rows."""
+    ones = images.select_label(1)
 
     assert isinstance(ones, MyData)
-    assert isinstance(square, MyData)
-    assert ones.batch_size == (int((data.label == 1).sum()),)
+    assert ones.batch_size == (int((images.label == 1).sum()),)
     assert (ones.label == 1).all()
-    assert data.mask_image().shape == (100, 3 * int(mask[0].sum()))
+    assert images.mask_image().shape == (100, 3 * int(images.mask[0].sum()))
+
+
+def test_a_decorated_class_is_a_tree(images):
+    """An instance takes another shape with all its fields."""
+    square = images.reshape(10, 10)
+
+    assert isinstance(square, MyData)
     assert square.image.shape == (10, 10, 3, 8, 8)
     assert square.mask.shape == (10, 10, 1, 8, 8)
     assert repr(square).startswith("MyData(\n    image=Tensor(shape=torch.Size([10, 10, 3, 8, 8])")
@@ -187,10 +198,14 @@ def test_construction_of_a_typed_tree():
     assert made.names == ["sample"]
     assert made.end_scores is None
     assert made.source == "none"
+
+
+def test_fields_of_a_typed_tree():
+    """A class and its instances list the fields."""
     assert [field.name for field in Scored.fields()] == [
         "input_ids", "attention_mask", "rewards", "end_scores", "source",
     ]  # fmt: skip
-    assert Scored.fields() == made.fields()
+    assert Scored.fields() == scored().fields()
 
 
 def test_get():
@@ -217,23 +232,31 @@ def test_set():
         made.set("unknown", ids)
 
 
-def test_from_tensordict_and_back():
-    """A tree of tensors and a dict of the rest make an instance, which turns into a tree again."""
-    leaves = TensorDict({"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3)}, [2])
-    made = Scored.from_tensordict(leaves, {"source": "web"}, safe=True)
-    back = made.to_tensordict()
+LEAVES = TensorDict({"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3)}, [2])
+
+
+def test_from_tensordict():
+    """A tree of tensors and a dict of the rest make an instance; a field without a value is empty."""
+    made = Scored.from_tensordict(LEAVES, {"source": "web"}, safe=True)
 
     assert made.batch_size == (2,)
     assert made.source == "web"
     assert made.rewards is None
+    with pytest.raises(tdf.TreeStructureError, match="other"):
+        Scored.from_tensordict(LEAVES.set("other", torch.zeros(2)))
+
+
+def test_to_tensordict():
+    """An instance turns into a tree of copies, in which empty fields are None or left out."""
+    made = Scored.from_tensordict(LEAVES, {"source": "web"}, safe=True)
+    back = made.to_tensordict()
+
     assert type(back) is TensorDict
     assert back["source"] == "web"
     assert back["rewards"] is None
+    assert back["input_ids"].data_ptr() != LEAVES["input_ids"].data_ptr()
     assert "rewards" in made.to_tensordict(retain_none=True)
     assert "rewards" not in made.to_tensordict(retain_none=False)
-    assert back["input_ids"].data_ptr() != leaves["input_ids"].data_ptr()
-    with pytest.raises(tdf.TreeStructureError, match="other"):
-        Scored.from_tensordict(leaves.set("other", torch.zeros(2)))
 
 
 def test_to_tensordict_leaves_the_files(tmp_path):

@@ -64,11 +64,11 @@ def test_members_are_trained_as_they_would_alone():
     """Each by torch.optim.AdamW at its own learning rate."""
     rates = [0.003, 0.01, 0.1]
     model = EnsembleClassifier(**SMALL, learning_rate=rates).fit(X, Y)
-    seed = seed_of(0)
+
+    alone = [by_hand(seed_of(0), i, rate, 10) for i, rate in enumerate(rates)]
     assert model.n_iter_ == 10
     assert model.params_.batch_size == (3,)
-    for i, rate in enumerate(rates):
-        tdf.assert_close(model.params_[i], by_hand(seed, i, rate, 10))
+    tdf.assert_close(model.params_, tdf.stack(alone))
 
 
 def test_predictions_are_those_of_the_mixture():
@@ -179,14 +179,16 @@ def test_uneven_batches_count_each_example_once():
     start = tdf.init_ensemble(lambda: Constant().double(), 2, key=seed_of(0))["value"]
     t = torch.tensor((y - y.mean()) / y.std())
 
-    for i in range(2):
+    def train_alone(i):
         value = nn.Parameter(start[i].clone())
         optimizer = torch.optim.AdamW([value], lr=0.01, weight_decay=0.0)
         for rows in tdf.random.permutation(tdf.random.fold_in(key, i), 7).split(3):
             optimizer.zero_grad()
             (value - t[rows]).square().mean().backward()
             optimizer.step()
-        torch.testing.assert_close(values[i], value.detach())
+        return value.detach()
+
+    torch.testing.assert_close(values, torch.stack([train_alone(i) for i in range(2)]))
 
 
 @pytest.mark.slow

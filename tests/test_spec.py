@@ -1,5 +1,7 @@
 """Specs: `zero` is in them, they print as torchrl's, and `load(like=)` takes them."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -40,19 +42,48 @@ def test_a_tree_is_in_its_spec(tree):
     assert not Composite({**dict(spec.items()), "no such key": Unbounded(tree.batch_size)}, tree.batch_size).is_in(tree)
 
 
-def test_sizes_of_any_length():
-    """-1 takes every length, and is 1 in zero."""
-    spec = Composite({"x": Unbounded((-1, 3)), ("n", "y"): Unbounded((-1,), dtype=torch.int64)}, (-1,))
+@pytest.fixture
+def any_length():
+    """Leaves of any length, one nested."""
+    return Composite({"x": Unbounded((-1, 3)), ("n", "y"): Unbounded((-1,), dtype=torch.int64)}, (-1,))
 
-    assert spec.is_in(TensorDict({"x": torch.zeros(5, 3), "n": {"y": torch.arange(5)}}, [5]))
-    assert not spec.is_in(TensorDict({"x": torch.zeros(5, 4), "n": {"y": torch.arange(5)}}, [5]))
-    assert not spec.is_in(TensorDict({"x": torch.zeros(5, 3), "n": {"y": torch.zeros(5)}}, [5]))
-    assert not spec.is_in(TensorDict({"x": torch.zeros(5, 3)}, [5]))
-    assert not any(Unbounded(2).is_in(torch.zeros(n)) or Unbounded(n).is_in(torch.zeros(2)) for n in (0, 1, 3))
+
+def test_sizes_of_any_length(any_length):
+    """-1 takes every length."""
+    assert any_length.is_in(TensorDict({"x": torch.zeros(5, 3), "n": {"y": torch.arange(5)}}, [5]))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"x": torch.zeros(5, 4), "n": {"y": torch.arange(5)}},
+        {"x": torch.zeros(5, 3), "n": {"y": torch.zeros(5)}},
+        {"x": torch.zeros(5, 3)},
+    ],
+    ids=["size", "dtype", "missing"],
+)
+def test_what_a_spec_of_any_length_refuses(any_length, wrong):
+    """Features, dtypes and keys are compared beside a length of -1."""
+    assert not any_length.is_in(TensorDict(wrong, [5]))
+
+
+def test_zero_of_any_length(any_length):
+    """-1 is 1 in zero, and a spec is read by its path."""
+    assert any_length.zero()["n", "y"].shape == torch.Size([1])
+    assert any_length["n", "y"] == Unbounded(-1, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_other_lengths_are_refused(n):
+    """A length that is given is compared."""
+    assert not Unbounded(2).is_in(torch.zeros(n))
+    assert not Unbounded(n).is_in(torch.zeros(2))
+
+
+def test_what_a_spec_of_values_refuses():
+    """Tensors, and values of another shape, are no values of a spec."""
     assert not NonTensor(2).is_in(torch.zeros(2))
     assert not NonTensor(2).is_in(NonTensorData("a", [3]))
-    assert spec.zero()["n", "y"].shape == torch.Size([1])
-    assert spec["n", "y"] == Unbounded(-1, dtype=torch.int64)
 
 
 @pytest.fixture
@@ -83,38 +114,76 @@ def test_ragged_trees_of_another_kind(ragged, x, batch_size):
     assert not Composite({"x": x}, batch_size).is_in(ragged)
 
 
-def test_devices_and_classes():
+@pytest.mark.parametrize(
+    ("spec", "taken"),
+    [
+        (Composite({"x": Unbounded(2, "cpu")}, 2, "cpu"), True),
+        (Composite({"x": Unbounded(2, "meta")}, 2), False),
+        (Composite({}, 2, "meta"), False),
+        (Composite({}, 2, data_cls=TensorDict), True),
+        (Composite({}, 2, data_cls=tdf.TensorClass), False),
+    ],
+    ids=["device", "another device of a leaf", "another device", "class", "another class"],
+)
+def test_devices_and_classes(spec, taken):
     """A device or class that is given is compared."""
-    td = TensorDict({"x": torch.zeros(2)}, [2], device="cpu")
+    assert spec.is_in(TensorDict({"x": torch.zeros(2)}, [2], device="cpu")) is taken
 
-    assert Composite({"x": Unbounded(2, "cpu")}, 2, "cpu").is_in(td)
-    assert not Composite({"x": Unbounded(2, "meta")}, 2).is_in(td)
-    assert not Composite({}, 2, "meta").is_in(td)
-    assert Composite({}, 2, data_cls=TensorDict).is_in(td)
-    assert not Composite({}, 2, data_cls=tdf.TensorClass).is_in(td)
+
+def test_zero_is_of_the_class():
+    """The class that is given is that of zero."""
     zero = Composite(
         {"role": NonTensor(2, example_data="user"), "content": NonTensor(2, example_data="")}, 2, data_cls=History
     ).zero()
+
     assert type(zero) is History
     assert zero.batch_size == (2,)
 
 
-def test_equality_and_hash():
-    """Specs compare by their parts; examples do not count."""
+@pytest.fixture
+def both():
+    """Two specs of the same parts in another order, with other examples."""
     one = Composite({"x": Unbounded(3), "s": NonTensor(3, example_data="a")}, 3)
-    other = Composite({"s": NonTensor(3, example_data="b"), "x": Unbounded(3)}, 3)
+    return one, Composite({"s": NonTensor(3, example_data="b"), "x": Unbounded(3)}, 3)
+
+
+def test_equality_and_hash(both):
+    """Specs compare by their parts; examples do not count."""
+    one, other = both
 
     assert one == other
     assert hash(one) == hash(other)
+
+
+def test_keys_of_a_spec(both):
+    """A spec has the keys of its parts, those of a spec inside among them."""
+    one, _ = both
+
     assert "x" in one
-    assert one.keys() == Composite({"n": one, ("n", "s"): NonTensor(3)}, 3)["n"].keys() == ["x", "s"]
-    make = lambda: [  # noqa: E731
+    assert one.keys() == ["x", "s"]
+    assert Composite({"n": one, ("n", "s"): NonTensor(3)}, 3)["n"].keys() == ["x", "s"]
+
+
+def make_specs(one):
+    """Specs each of which differs from all others."""
+    return [
         Unbounded(3), Unbounded(3, "cpu"), Unbounded(3, dtype=torch.int8), NonTensor(3), NonTensor(2), one,
         *[Composite({}, 3, device, data_cls=cls) for device in (None, "cpu") for cls in (None, History)],
     ]  # fmt: skip
-    assert all((a == b) == (i == j) for i, a in enumerate(make()) for j, b in enumerate(make()))
-    assert len({*make(), *make()}) == len(make())
-    assert repr(make()[1]) == "Unbounded(\n    shape=torch.Size([3]),\n    device=cpu,\n    dtype=None)"
+
+
+def test_specs_with_other_parts_are_unequal(both):
+    """A spec is equal to itself made anew, and to no other; so is its hash."""
+    specs, again = make_specs(both[0]), make_specs(both[0])
+    pairs = itertools.product(enumerate(specs), enumerate(again))
+
+    assert [(a, b) for (i, a), (j, b) in pairs if (a == b) != (i == j)] == []
+    assert len({*specs, *again}) == len(specs)
+
+
+def test_repr_of_a_spec():
+    """The text shows shape, device and dtype."""
+    assert repr(Unbounded(3, "cpu")) == "Unbounded(\n    shape=torch.Size([3]),\n    device=cpu,\n    dtype=None)"
 
 
 def test_like(tmp_path):

@@ -147,20 +147,30 @@ def test_scores_of_any_dtype(dtype):
     assert sweep.rank(scores, mode="max").tolist() == np.argsort(-scores.float().numpy(), stable=True).tolist()
 
 
-def test_choices_under_transforms():
-    """Under vmap and jit members are ranked and taken as in a loop, nans last."""
-    scores = torch.tensor([[3.0, math.nan, 1.0], [1.0, 2.0, 0.0]])
-    tree = tdf.TensorDict({"a": torch.arange(6).reshape(2, 3)}, [2, 3])
+SCORES = torch.tensor([[3.0, math.nan, 1.0], [1.0, 2.0, 0.0]])
 
-    for fn in (lambda tree, row: sweep.elites(tree, row, 2), sweep.best):
-        loop = torch.stack([fn(part, row) for part, row in zip(tree, scores, strict=True)])
-        assert_trees_equal(torch.vmap(fn)(tree, scores), loop)
-        assert_trees_equal(tdf.jit(fn)(tree[0], scores[0]), loop[0])
-    assert torch.vmap(sweep.rank)(scores).tolist() == [[2, 0, 1], [2, 0, 1]]
+
+@pytest.mark.parametrize("fn", [lambda tree, row: sweep.elites(tree, row, 2), sweep.best], ids=["elites", "best"])
+def test_choices_under_transforms(fn):
+    """Under vmap and jit members are taken as in a loop."""
+    tree = tdf.TensorDict({"a": torch.arange(6).reshape(2, 3)}, [2, 3])
+    loop = torch.stack([fn(part, row) for part, row in zip(tree, SCORES, strict=True)])
+
+    assert_trees_equal(torch.vmap(fn)(tree, SCORES), loop)
+    assert_trees_equal(tdf.jit(fn)(tree[0], SCORES[0]), loop[0])
+
+
+def test_ranks_under_vmap():
+    """Members are ranked under vmap, nans last."""
+    assert torch.vmap(sweep.rank)(SCORES).tolist() == [[2, 0, 1], [2, 0, 1]]
+
+
+def test_early_stopping_under_jit():
+    """A replay gives the state of the call."""
     stopping = sweep.EarlyStopping(2)
-    assert_trees_equal(
-        tdf.jit(stopping.update)(scores[0], stopping.init(3)), stopping.update(scores[0], stopping.init(3))
-    )
+
+    found = tdf.jit(stopping.update)(SCORES[0], stopping.init(3))
+    assert_trees_equal(found, stopping.update(SCORES[0], stopping.init(3)))
 
 
 @given(members=st.integers(1, 40), rungs=st.integers(1, 4), factor=st.sampled_from([1, 1.5, 2, 3, 10]), mode=MODES)

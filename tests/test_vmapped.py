@@ -35,28 +35,47 @@ def test_values_come_back_to_their_rows(size, chunk, transform):
     assert_paired(transform(lambda t: torch.vmap(lambda row: row * 1, chunk_size=chunk)(t))(grid(*size)))
 
 
-def test_values_come_back_in_other_ways():
+RETURNS = {
+    "two levels": lambda: torch.vmap(torch.vmap(lambda t: t * 1))(grid(3, 2)),
+    "map": lambda: tdf.map(lambda row: row * 1, grid(3, 2)),
+    "scan": lambda: tdf.scan(lambda carry, row: (carry, row * 1), torch.ones(()), grid(2, 3))[1],
+    "first tree of a lazy stack": lambda: torch.vmap(lambda t: t * 1)(stack_of_grids()).trees[0],
+    "second tree of a lazy stack": lambda: torch.vmap(lambda t: t * 1)(stack_of_grids()).trees[1],
+}
+
+
+def stack_of_grids():
+    """A lazy stack of two trees."""
+    return tdf.lazy_stack([grid(3, 2), grid(3, 2)], 2)
+
+
+@pytest.mark.parametrize("way", RETURNS)
+def test_values_come_back_in_other_ways(way):
     """Two levels of vmap, `map` and `scan`, and the trees of a lazy stack keep values at their rows."""
-    assert_paired(torch.vmap(torch.vmap(lambda t: t * 1))(grid(3, 2)))
-    assert_paired(tdf.map(lambda row: row * 1, grid(3, 2)))
-    assert_paired(tdf.scan(lambda carry, row: (carry, row * 1), torch.ones(()), grid(2, 3))[1])
-    for tree in torch.vmap(lambda t: t * 1)(tdf.lazy_stack([grid(3, 2), grid(3, 2)], 2)).trees:
-        assert_paired(tree)
+    assert_paired(RETURNS[way]())
+
+
+WORDS = TensorDict({"a": torch.zeros(2, 3), "row": [["a", "b", "c"], ["d", "e", "f"]], "one": "x"}, [2, 3])
 
 
 def test_values_inside_vmap():
-    """One value for all rows reads inside; a value for each row raises when it is read, moved or stacked there."""
-    td = TensorDict({"a": torch.zeros(2, 3), "row": [["a", "b", "c"], ["d", "e", "f"]], "one": "x"}, [2, 3])
+    """One value for all rows reads inside, and values for each row pass through."""
+    out = torch.vmap(lambda part: part.set("b", part["a"] + len(part["one"])))(WORDS)
 
-    out = torch.vmap(lambda part: part.set("b", part["a"] + len(part["one"])))(td)
-    assert out["row"] == td["row"]
+    assert out["row"] == WORDS["row"]
     assert out["one"] == "x"
-    assert out.batch_size == td.batch_size
-    for touch in (
-        lambda p: p["row"] and p, lambda p: p[0], lambda p: p.reshape(3, 1), lambda p: torch.stack([p, p]),
-    ):  # fmt: skip
-        with pytest.raises(BatchSizeError, match=r"(.|\n)*\[2, 3\](.|\n)*in_dims=0 and out_dims=0 only: exclude"):
-            torch.vmap(touch)(td)
+    assert out.batch_size == WORDS.batch_size
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [lambda p: p["row"] and p, lambda p: p[0], lambda p: p.reshape(3, 1), lambda p: torch.stack([p, p])],
+    ids=["read", "index", "reshape", "stack"],
+)
+def test_values_of_rows_are_not_touched_inside_vmap(touch):
+    """A value for each row raises when it is read, moved or stacked inside."""
+    with pytest.raises(BatchSizeError, match=r"(.|\n)*\[2, 3\](.|\n)*in_dims=0 and out_dims=0 only: exclude"):
+        torch.vmap(touch)(WORDS)
 
 
 NAMES = ["p", "q", "r"]

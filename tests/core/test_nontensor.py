@@ -97,17 +97,32 @@ def test_values_of_any_kind():
     assert NonTensorStack(NonTensorData(NonTensorData("a")), "b").tolist() == ["a", "b"]
 
 
-def test_equality():
-    """Trees are equal where their values are."""
+def test_equality_of_rows():
+    """Rows are equal where their values are, and all rows of another shape are unequal."""
     one, two = TensorDict({"s": "a", "l": ["x", "y"]}, [2]), TensorDict({"s": ["a", "b"], "l": ["x", "z"]}, [2])
 
     assert (one == one)["s"].tolist() == [True, True]
-    assert not (one == two.set("l", NonTensorStack("x", "z").reshape(2, 1)))["l"].any()
     assert (one == two)["l"].tolist() == (one == two)["s"].tolist() == [True, False]
     assert (one != two)["l"].tolist() == [False, True]
-    assert all(NonTensorData(make(3)) == NonTensorData(make(3)) for make in (np.arange, torch.zeros))
-    assert all(NonTensorData(np.zeros(3)) != NonTensorData(np.zeros(n)) for n in (1, 4))
-    assert NonTensorData("x", [2]) not in (NonTensorData("x", [3]), NonTensorStack("x", "x"))
+    assert not (one == two.set("l", NonTensorStack("x", "z").reshape(2, 1)))["l"].any()
+
+
+@pytest.mark.parametrize("make", [np.arange, torch.zeros])
+def test_equality_of_arrays(make):
+    """Data that holds equal arrays is equal."""
+    assert NonTensorData(make(3)) == NonTensorData(make(3))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_arrays_of_other_sizes_are_unequal(size):
+    """Data that holds arrays of other sizes is unequal, also where they broadcast."""
+    assert NonTensorData(np.zeros(3)) != NonTensorData(np.zeros(size))
+
+
+@pytest.mark.parametrize("other", [NonTensorData("x", [3]), NonTensorStack("x", "x")], ids=["shape", "class"])
+def test_data_of_other_shapes_and_classes_is_unequal(other):
+    """Data is equal to data of its shape and class only."""
+    assert NonTensorData("x", [2]) != other
 
 
 def test_structure():
@@ -185,15 +200,15 @@ def test_treespecs_are_dumped(values, size):
     """`treespec_dumps` keeps the values and the shape of data for the batch and for each row."""
     count = Size(size).numel()
     rows = NonTensorStack(*[values[i % len(values)] for i in range(count)]).reshape(size) if count else NonTensorData(0)
+    nodes = [rows, NonTensorData(values, size)]
+    specs = [pytree.tree_structure(node) for node in nodes]
+    loaded = [pytree.treespec_loads(pytree.treespec_dumps(spec)) for spec in specs]
+    found = [pytree.tree_unflatten([], spec) for spec in loaded]
 
-    for given_node in (rows, NonTensorData(values, size)):
-        spec = pytree.tree_structure(given_node)
-        loaded = pytree.treespec_loads(pytree.treespec_dumps(spec))
-        assert loaded == spec
-        node = pytree.tree_unflatten([], loaded)
-        assert type(node) is type(given_node)
-        assert node.shape == given_node.shape
-        assert node.tolist() == given_node.tolist()
+    assert loaded == specs
+    assert [type(node) for node in found] == [type(node) for node in nodes]
+    assert [node.shape for node in found] == [node.shape for node in nodes]
+    assert [node.tolist() for node in found] == [node.tolist() for node in nodes]
 
 
 @pytest.mark.parametrize(

@@ -22,16 +22,18 @@ def test_the_device_is_that_of_all_leaves():
 
 
 @pytest.mark.parametrize("change", [torch.neg, lambda _: nn.UninitializedParameter(), lambda _: None])
-def test_what_leaves_without_a_shape_keep(change):
+@pytest.mark.parametrize(
+    "reread", [lambda spec: spec, lambda spec: pytree.treespec_loads(pytree.treespec_dumps(spec))], ids=["spec", "text"]
+)
+def test_what_leaves_without_a_shape_keep(change, reread):
     """Batch size, names and keys stay, also by way of text, if leaves are of the same shape or of none."""
     leaves, spec = pytree.tree_flatten(TREE)
+    tree = pytree.tree_unflatten(map(change, leaves), reread(spec))
 
-    for each in (spec, pytree.treespec_loads(pytree.treespec_dumps(spec))):
-        tree = pytree.tree_unflatten(map(change, leaves), each)
-        assert tree.batch_size == (2,)
-        assert tree.names == ["row"]
-        assert list(tree.keys()) == ["x", "y"]
-        assert each.context.device == TREE.device
+    assert tree.batch_size == (2,)
+    assert tree.names == ["row"]
+    assert list(tree.keys()) == ["x", "y"]
+    assert reread(spec).context.device == TREE.device
 
 
 def test_a_number_in_place_of_a_tree():

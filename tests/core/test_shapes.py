@@ -32,21 +32,53 @@ def test_names_stay_with_their_dimension(size, seed):
         assert list(names) == [None if s == 1 else f"n{s}" for s in result]
 
 
-@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64])
-def test_numbers_of_numpy(kind):
-    """A number of any of numpy's integer types is an index, where an array of eight bits is a mask."""
-    x = torch.arange(6).view(2, 3)
-    td = TensorDict({"a": x}, [2, 3])
-    for index in (kind(1), (kind(0), kind(2)), (Ellipsis, kind(2)), (kind(1), None), (slice(kind(1)), kind(0))):
-        assert torch.equal(td[index]["a"], x[index])
-        assert td[index].batch_size == x[index].shape
-    if kind is not np.uint8:
-        assert torch.equal(td[np.array([1, 0, 1], dtype=kind)]["a"], x[[1, 0, 1]])
+KINDS = [np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64]
+INDICES = {
+    "a number": lambda kind: kind(1),
+    "two numbers": lambda kind: (kind(0), kind(2)),
+    "after an ellipsis": lambda kind: (Ellipsis, kind(2)),
+    "before None": lambda kind: (kind(1), None),
+    "in a slice": lambda kind: (slice(kind(1)), kind(0)),
+}
+X = torch.arange(6).view(2, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("index_of", INDICES.values(), ids=INDICES)
+def test_numbers_of_numpy(kind, index_of):
+    """A number of any of numpy's integer types is an index."""
+    found, index = TensorDict({"a": X}, [2, 3])[index_of(kind)], index_of(kind)
+
+    assert torch.equal(found["a"], X[index])
+    assert found.batch_size == X[index].shape
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_numpy_in_edits(kind):
+    """A number of any of numpy's integer types is an index of `at`."""
+    td = TensorDict({"a": X}, [2, 3])
 
     assert torch.equal(td.at[kind(1)].set(0)["a"], torch.tensor([[0, 1, 2], [0, 0, 0]]))
+
+
+# An array of eight bits is a mask.
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_arrays_of_numpy(kind):
+    """An array of numpy's integers is an index of rows."""
+    assert torch.equal(TensorDict({"a": X}, [2, 3])[np.array([1, 0, 1], dtype=kind)]["a"], X[[1, 0, 1]])
+
+
+def test_bools_of_numpy():
+    """A bool of numpy is the index that torch's is."""
+    td = TensorDict({"a": X}, [2, 3])
+
     assert td[np.bool_(True)].batch_size == td[torch.tensor(True)].batch_size == Size((1, 2, 3))
+
+
+def test_floats_of_numpy_are_refused():
+    """A float of numpy is no index."""
     with pytest.raises(IndexError, match=r"must be an index(.|\n)*float32"):
-        td[np.float32(1)]
+        TensorDict({"a": X}, [2, 3])[np.float32(1)]
 
 
 @given(SIZES, st.lists(st.integers(-1, 4), max_size=3))
@@ -93,17 +125,29 @@ TD = TensorDict({"a": torch.arange(8.0).reshape(4, 2)}, [4])
 
 
 @pytest.mark.parametrize("number", [np.int64, torch.tensor])
-def test_ints_of_other_libraries(number):
-    """An int of numpy or torch is a dimension, a size or a number of parts; sizes and padding may be arrays."""
-    zero, two = number(0), number(2)
+def test_dimensions_of_other_libraries(number):
+    """An int of numpy or torch is a dimension."""
+    zero = number(0)
 
-    assert [len(part) for part in TD.chunk(two)] == [2, 2]
-    assert [len(part) for part in TD.split(two, zero)] == [2, 2]
     assert len(TD.unbind(zero)) == 4
     assert torch.equal(TD.flip(zero)["a"], TD["a"].flip(0))
     assert TD.sum(zero).batch_size == ()
     assert TD.unsqueeze(zero).squeeze(zero).batch_size == (4,)
-    assert TD[:2].reshape(two).batch_size == TensorDict({}, np.int64(2)).batch_size == (2,)
+
+
+@pytest.mark.parametrize("number", [np.int64, torch.tensor])
+def test_numbers_of_parts_of_other_libraries(number):
+    """An int of numpy or torch is a number of parts or a size of them."""
+    zero, two = number(0), number(2)
+
+    assert [len(part) for part in TD.chunk(two)] == [2, 2]
+    assert [len(part) for part in TD.split(two, zero)] == [2, 2]
+    assert TD[:2].reshape(two).batch_size == (2,)
+
+
+def test_sizes_of_other_libraries():
+    """Sizes and padding may be numbers or arrays of numpy and torch."""
+    assert TensorDict({}, np.int64(2)).batch_size == (2,)
     assert [len(part) for part in torch.chunk(TD, np.int64(2))] == [2, 2]
     assert [len(part) for part in TD.split(torch.tensor([1, 3]))] == [1, 3]
     assert TD.expand(np.array([3, 4])).batch_size == (3, 4)

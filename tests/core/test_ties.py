@@ -14,23 +14,26 @@ PATHS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=2).map(tuple)
 GROUPS = st.lists(st.lists(PATHS, min_size=2, max_size=3, unique=True).map(tuple), max_size=4).map(tuple)
 
 
+def reached_from(path, groups):
+    """The paths to which groups lead from a path."""
+    reached, todo = set(), {path}
+    while todo:
+        reached |= todo
+        todo = set().union(*[set(group) for group in groups if set(group) & todo]) - reached
+    return reached
+
+
 @given(GROUPS, GROUPS)
 def test_merge_is_the_finest_join(first, second):
     """Merged groups are the connected components of the given ones."""
-    merged = merge(first, second)
+    merged, given_groups = merge(first, second), [*first, *second]
     paths = [path for group in merged for path in group]
 
     assert len(paths) == len(set(paths))
-    assert set(paths) == {path for group in (*first, *second) for path in group}
-    assert all(any(set(group) <= set(joined) for joined in merged) for group in (*first, *second))
+    assert set(paths) == {path for group in given_groups for path in group}
+    assert [group for group in given_groups if not any(set(group) <= set(joined) for joined in merged)] == []
+    assert [set(group) for group in merged] == [reached_from(group[0], given_groups) for group in merged]
     assert merge(merged) == merged
-    for group in merged:
-        reached, todo = set(), {group[0]}
-        while todo:
-            reached |= todo
-            near = [set(g) for g in (*first, *second) if set(g) & todo]
-            todo = set().union(*near) - reached
-        assert reached == set(group)
 
 
 def tied():

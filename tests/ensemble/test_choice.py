@@ -43,28 +43,74 @@ def test_one_member_runs_without_vmap():
     assert groups == [1] * 7
 
 
-@pytest.mark.parametrize("how", ["auto", "traced"])
-def test_the_next_call_may_take_other_arguments(how):
-    """A trace is replayed only for the members, data, dimensions and results that it was made for."""
-    models = [make_mlp().double() for _ in range(3)]
-    ensemble, tree = ensemble_of(models, how)
-    x = torch.randn(3, 5, 3, dtype=torch.float64)
-    with torch.no_grad():
-        for _ in range(4):
-            ensemble(tree, x[0])
-        expected = torch.stack([model(x[0]) for model in models])
-        own = torch.stack([model(rows) for model, rows in zip(models, x, strict=True)])
+OTHER_CALLS = {
+    "same": lambda run, tree, x: run(tree, x[0]),
+    "data of each member": lambda run, tree, x: run(tree, x, in_dims=0),
+    "other data": lambda run, tree, x: run(tree, x[1]),
+    "fewer members": lambda run, tree, x: run(tree[:2], x[0]),
+    "with buffers": lambda run, tree, x: run.with_buffers(tree, None, x[0])[0],
+    "by keyword": lambda run, tree, x: run(tree, input=x[0]),
+    "other weights": lambda run, tree, x: run(tree * 0.0, x[0]),
+}
 
-        assert_close(ensemble(tree, x[0]), expected)
-        assert_close(ensemble(tree, x, in_dims=0), own)
-        assert_close(ensemble(tree, x[1]), torch.stack([model(x[1]) for model in models]))
-        assert_close(ensemble(tree[:2], x[0]), expected[:2])
-        assert_close(ensemble(tree.float(), x[0].float()).double(), expected, rtol=1e-4, atol=1e-5)
-        assert_close(ensemble.with_buffers(tree, None, x[0])[0], expected)
-        assert_close(ensemble(tree, input=x[0]), expected)
-        assert_close(ensemble(tree * 0.0, x[0]), expected * 0.0)
-        with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|Expected size"):
-            ensemble(tree, x[0, :, :2])
+
+@pytest.fixture
+def recorded():
+    """A function that makes an ensemble that has run four times, with its models, tree and data."""
+
+    def make(how):
+        models = [make_mlp().double() for _ in range(3)]
+        ensemble, tree = ensemble_of(models, how)
+        x = torch.randn(3, 5, 3, dtype=torch.float64)
+        with torch.no_grad():
+            for _ in range(4):
+                ensemble(tree, x[0])
+        return models, ensemble, tree, x
+
+    return make
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["auto", "traced"])
+def test_the_next_call_may_take_other_arguments(how, recorded):
+    """A trace is replayed only for the members, data, dimensions and results that it was made for."""
+    models, ensemble, tree, x = recorded(how)
+    one, other = [torch.stack([model(rows) for model in models]) for rows in x[:2]]
+    own = torch.stack([model(rows) for model, rows in zip(models, x, strict=True)])
+
+    found = {name: call(ensemble, tree, x) for name, call in OTHER_CALLS.items()}
+    assert_close(
+        found,
+        {
+            "same": one,
+            "data of each member": own,
+            "other data": other,
+            "fewer members": one[:2],
+            "with buffers": one,
+            "by keyword": one,
+            "other weights": one * 0.0,
+        },
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["auto", "traced"])
+def test_the_next_call_may_be_of_another_dtype(how, recorded):
+    """A trace is not replayed for another dtype."""
+    models, ensemble, tree, x = recorded(how)
+
+    expected = torch.stack([model(x[0]) for model in models])
+    assert_close(ensemble(tree.float(), x[0].float()).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["auto", "traced"])
+def test_the_next_call_may_be_wrong(how, recorded):
+    """A trace is not replayed for data of a wrong size, which raises as torch does."""
+    _, ensemble, tree, x = recorded(how)
+
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|Expected size"):
+        ensemble(tree, x[0, :, :2])
 
 
 @pytest.mark.parametrize("rng", [None, 0], ids=["plain", "rng"])
@@ -119,12 +165,13 @@ def test_globals_are_part_of_the_trace(how, monkeypatch):
     """A global that forward reads is part of the key of its trace."""
     models = [Scaled() for _ in range(3)]
     ensemble, tree = ensemble_of(models, how)
-    x = torch.ones(5, 3)
-    for scale in (1.0, 2.0, 2.0, 1.0, 3.0):
+    x, found, scales = torch.ones(5, 3), [], (1.0, 2.0, 2.0, 1.0, 3.0)
+    for scale in scales:
         monkeypatch.setitem(globals(), "SCALE", scale)
-        expected = torch.stack([model.linear(x) for model in models]) * scale
+        found.append(ensemble(tree, x))
 
-        assert_close(ensemble(tree, x), expected)
+    plain = torch.stack([model.linear(x) for model in models])
+    assert_close(found, [plain * scale for scale in scales])
 
 
 @pytest.mark.parametrize("how", ["auto", "vmap", "loop", "traced"])
@@ -167,25 +214,28 @@ def test_falls_back_to_the_loop(name):
     models = [make() for _ in range(3)]
     ensemble, tree = ensemble_of(models)
     x = torch.arange(15.0).sin().reshape(5, 3)
+    found, expected, plans = [], [], []
     for _ in range(3):
-        out = torch.utils._pytree.tree_leaves(ensemble(tree, x))
-        expected = [torch.utils._pytree.tree_leaves(model(x)) for model in models]
+        found.append(torch.utils._pytree.tree_leaves(ensemble(tree, x)))
+        outs = [torch.utils._pytree.tree_leaves(model(x)) for model in models]
+        expected.append([torch.stack(ys) for ys in zip(*outs, strict=True)])
+        plans.append(line(ensemble))
 
-        assert_close(out, [torch.stack(ys) for ys in zip(*expected, strict=True)])
-        assert line(ensemble).startswith("loop, 3 members: vmap cannot run the forward: ")
-        assert reason in line(ensemble)
+    assert_close(found, expected)
+    assert [plan.startswith("loop, 3 members: vmap cannot run the forward: ") for plan in plans] == [True] * 3
+    assert [reason in plan for plan in plans] == [True] * 3
 
 
 def test_a_refusal_is_one_of_its_kind_of_call():
     """A call that vmap cannot run sends only calls of its kind to the loop."""
     models = [Returns(lambda y, sync=False: y * y.sum().item() if sync else y) for _ in range(3)]
     ensemble, tree = ensemble_of(models)
-    x = torch.ones(5, 3)
-    lines = []
-    for sync in (True, False, True):
-        assert_close(ensemble(tree, x, sync=sync), torch.stack([model(x, sync=sync) for model in models]))
+    x, lines, found, syncs = torch.ones(5, 3), [], [], (True, False, True)
+    for sync in syncs:
+        found.append(ensemble(tree, x, sync=sync))
         lines.append(line(ensemble).split(",")[0])
 
+    assert_close(found, [torch.stack([model(x, sync=sync) for model in models]) for sync in syncs])
     assert lines == ["loop", "vmap", "loop"]
 
 
@@ -193,11 +243,10 @@ def test_unhashable_arguments():
     """A keyword without a hash is taken by every way but the trace."""
     models = [Returns(lambda y, scale: y * scale.value) for _ in range(3)]
     ensemble, tree = ensemble_of(models)
-    x = torch.ones(5, 3)
-    for i in range(5):
-        scale = SimpleNamespace(value=i)
+    x, scales = torch.ones(5, 3), [SimpleNamespace(value=i) for i in range(5)]
+    found = [ensemble(tree, x, scale=scale) for scale in scales]
 
-        assert_close(ensemble(tree, x, scale=scale), torch.stack([model(x, scale=scale) for model in models]))
+    assert_close(found, [torch.stack([model(x, scale=scale) for model in models]) for scale in scales])
     assert line(ensemble) == "vmap, 3 members: by the rule."
 
 

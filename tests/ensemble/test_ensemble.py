@@ -207,8 +207,7 @@ def test_outputs(fn, how):
 
     assert getattr(out, "batch_size", (3, 5)) == (3, 5)
     assert tree_structure(out) == specs[0]
-    for x, y in zip(tree_leaves(out), expected, strict=True):
-        assert torch.allclose(x, y, atol=1e-6) if isinstance(y, torch.Tensor) else x == y
+    assert_trees_equal(tree_leaves(out), expected, atol=1e-6, rtol=1e-5)
 
 
 class Opaque:
@@ -254,13 +253,22 @@ def test_tree_arguments(how):
     """A TensorDict argument arrives with the batch size of one member of this call."""
     models = [Returns(lambda y, data: y + data["b"] + data.batch_dims) for _ in range(3)]
     ensemble, tree = ensemble_of(models, how)
-    x = torch.ones(5, 3)
-    for batch_size in ([3, 5], [3], [3, 5]):
-        data = tdf.TensorDict({"b": torch.arange(30.0).reshape(3, 5, 2)}, batch_size)
-        out = ensemble(tree, x, data, in_dims=(None, 0))
+    x, values, sizes = torch.ones(5, 3), torch.arange(30.0).reshape(3, 5, 2), ([3, 5], [3], [3, 5])
+    found = [ensemble(tree, x, tdf.TensorDict({"b": values}, size), in_dims=(None, 0)) for size in sizes]
 
-        assert_close(out, torch.stack([m.linear(x) + data["b"][i] + len(batch_size) - 1 for i, m in enumerate(models)]))
-    assert ensemble(tree, x, data=data[0]).shape == (3, 5, 2)
+    plain = torch.stack([model.linear(x) for model in models]) + values
+    assert_close(found, [plain + len(size) - 1 for size in sizes])
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_tree_arguments_of_all_members(how):
+    """A TensorDict argument by keyword is one for all members."""
+    models = [Returns(lambda y, data: y + data["b"] + data.batch_dims) for _ in range(3)]
+    ensemble, tree = ensemble_of(models, how)
+    data = tdf.TensorDict({"b": torch.arange(10.0).reshape(5, 2)}, [5])
+
+    out = ensemble(tree, torch.ones(5, 3), data=data)
+    assert_close(out, torch.stack([model.linear(torch.ones(5, 3)) for model in models]) + data["b"] + 1)
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------
@@ -323,9 +331,9 @@ def test_compile_in_one_graph(how, members, generator):
     counter = torch._dynamo.testing.CompileCounter()
     compiled = torch.compile(lambda tree, x: ensemble(tree, x), fullgraph=True, backend=counter)
     x = torch.randn(5, 3, generator=generator)
+    trees = [tree * scale for scale in (1.0, 2.0, 3.0)]
 
-    for scale in (1.0, 2.0, 3.0):
-        assert_close(compiled(tree * scale, x), ensemble(tree * scale, x))
+    assert_close([compiled(each, x) for each in trees], [ensemble(each, x) for each in trees])
     assert counter.frame_count == 1
     with torch.autocast("cpu", torch.bfloat16):
         assert_close(compiled(tree, x), ensemble(tree, x))
@@ -356,12 +364,14 @@ def test_meta(how):
 # -- errors -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_bad_input_is_the_inputs_fault(how):
-    """An input of a wrong shape raises, and the next call runs as before."""
+@pytest.mark.parametrize("bad_calls", [1, 2, 3])
+@pytest.mark.parametrize(("how", "plan"), [(how, "vmap" if how == "auto" else how) for how in WAYS])
+def test_bad_input_is_the_inputs_fault(how, plan, bad_calls):
+    """An input of a wrong shape raises at each call, and the next call runs as before."""
     ensemble, tree = ensemble_of([nn.Linear(3, 2) for _ in range(3)], how)
-    for _ in range(3):
+    for _ in range(bad_calls):
         with pytest.raises(RuntimeError, match=r"5x4|4x5|1x4|size|shape"):
             ensemble(tree, torch.ones(5, 4))
+
     assert ensemble(tree, torch.ones(5, 3)).shape == (3, 5, 2)
-    assert ensemble.plan().startswith("vmap" if how == "auto" else how)
+    assert ensemble.plan().startswith(plan)

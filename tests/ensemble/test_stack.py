@@ -107,8 +107,7 @@ def test_law_unstack_undoes_stack(members, make):
     models = [make() for _ in range(members)]
     tree = tdf.stack_modules(models)
 
-    for model, member in zip(models, tdf.unstack(tree), strict=True):
-        assert_trees_equal(member, detached(model))
+    assert_trees_equal(list(tdf.unstack(tree)), [detached(model) for model in models])
     assert_trees_equal(stack(tdf.unstack(tree)), tree)
 
 

@@ -74,10 +74,9 @@ def clone(values):
     return [x.clone() if isinstance(x, torch.Tensor) else x.apply(torch.Tensor.clone) for x in values]
 
 
-def assert_same(values, others):
-    """Check trees and tensors."""
-    for value, other in zip(values, others, strict=True):
-        assert_trees_equal(TensorDict({"a": value}), TensorDict({"a": other}))
+def as_tree(steps):
+    """One tree of the trees and tensors of each step, whose paths say what differs."""
+    return TensorDict({f"step {i}": {f"value {j}": x for j, x in enumerate(step)} for i, step in enumerate(steps)})
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -88,12 +87,14 @@ def test_training_is_that_of_the_record(name):
     plain, captured = jit(step), jit(step, backend=on_cpu(pools))
     now = start()
     expected, weights = clone(now), list(now[0].leaves())
-
+    found, wanted = [], []
     for _ in range(4):
         *now, losses = captured(*now, *batch)
         *expected, other = plain(*expected, *batch)
-        assert_same([*now, losses], [*expected, other])
+        found.append(clone([*now, losses]))
+        wanted.append(clone([*expected, other]))
 
+    assert_trees_equal(as_tree(found), as_tree(wanted))
     assert list(map(id, now[0].leaves())) == list(map(id, weights))
     assert len(pools) == 1
     assert pools[0].captures == 1
@@ -122,15 +123,17 @@ def test_two_runs_take_turns():
     plain, captured = jit(step), jit(step, backend=on_cpu())
     runs = [start() for _ in range(2)]
     expected = [clone(run) for run in runs]
-
+    before = [list(map(id, run[0].leaves())) for run in runs]
+    memory, found, wanted = [], [], []
     for i in (0, 1, 1, 0, 1, 0):
-        weights = list(runs[i][0].leaves())
         *runs[i], losses = captured(*runs[i], *batch)
         *expected[i], other = plain(*expected[i], *batch)
-        assert_same([losses], [other])
-        assert list(map(id, runs[i][0].leaves())) == list(map(id, weights))
-        for run, wanted in zip(runs, expected, strict=True):
-            assert_same(run, wanted)
+        memory.append([list(map(id, run[0].leaves())) for run in runs])
+        found.append([losses, *clone([*runs[0], *runs[1]])])
+        wanted.append([other, *clone([*expected[0], *expected[1]])])
+
+    assert_trees_equal(as_tree(found), as_tree(wanted))
+    assert memory == [before] * 6
 
 
 def test_leaves_may_change_places():
@@ -149,16 +152,25 @@ def test_leaves_may_change_places():
     assert b.tolist() == [10, 11, 12]
 
 
-def test_results_stay():
-    """Results share no memory with those of later calls; those of one call share what they share without a graph."""
+def test_results_share_no_memory_with_those_of_later_calls():
+    """Results keep their values at the next call."""
     fn = jit(lambda x: [(y := x + 1), y[1:], y.expand(2, 3), x[:1], x, y], backend=on_cpu())
     x = torch.zeros(3)
 
     first, second = fn(x), fn(x + 1)
 
     assert [y.tolist() for y in first] == [[1, 1, 1], [1, 1], [[1, 1, 1]] * 2, [0], [0, 0, 0], [1, 1, 1]]
-    assert first[5] is first[0]
     assert [y.tolist() for y in second[:2]] == [[2, 2, 2], [2, 2]]
+
+
+def test_results_share_what_they_share_without_a_graph():
+    """Results of one call are views of each other, and of arguments, as without a graph."""
+    fn = jit(lambda x: [(y := x + 1), y[1:], y.expand(2, 3), x[:1], x, y], backend=on_cpu())
+    x = torch.zeros(3)
+
+    first, _ = fn(x), fn(x + 1)
+
+    assert first[5] is first[0]
     assert first[2].stride() == (0, 1)
     assert first[3].data_ptr() == x.data_ptr()
     assert first[4] is x
@@ -184,11 +196,12 @@ def test_layouts(x):
     fn = lambda x: [x.t(), x * 2, (x + 1).conj(), (x + 1j).conj().imag, x.detach().view(x.shape)]  # noqa: E731
     plain, captured = jit(fn), jit(fn, backend=on_cpu())
 
-    for _ in range(2):
-        for got, expected in zip(captured(x), plain(x), strict=True):
-            assert got.dtype == expected.dtype
-            assert got.stride() == expected.stride()
-            assert torch.equal(got.resolve_conj(), expected.resolve_conj())
+    found, expected = [*captured(x), *captured(x)], [*plain(x), *plain(x)]
+
+    assert [y.dtype for y in found] == [y.dtype for y in expected]
+    assert [y.stride() for y in found] == [y.stride() for y in expected]
+    values, wanted = [y.resolve_conj() for y in found], [y.resolve_conj() for y in expected]
+    torch.testing.assert_close(values, wanted, rtol=0, atol=0)
 
 
 def update_by(schedule):
@@ -256,8 +269,9 @@ def test_threads_take_turns():
     inputs = [torch.full((1000,), float(i)) for i in range(40)]
 
     with ThreadPoolExecutor(4) as executor:
-        for x, y in zip(inputs, executor.map(fn, inputs), strict=True):
-            assert torch.equal(y, (x * 2).cumsum(0))
+        found = list(executor.map(fn, inputs))
+
+    torch.testing.assert_close(found, [(x * 2).cumsum(0) for x in inputs], rtol=0, atol=0)
 
 
 def test_copies_capture_anew():

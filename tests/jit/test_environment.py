@@ -129,8 +129,7 @@ def test_values_are_those_of_the_call(make, values):
     """A value read in any way is the present one, down to its type and sign, and the same one is found again."""
     fn, call = make()
 
-    for value in [*values, *values]:
-        assert call(value) == repr(value)
+    assert [call(value) for value in [*values, *values]] == [repr(value) for value in [*values, *values]]
     # Another object of a class of one's own is read anew, although it is equal.
     assert len({repr(value) for value in values}) <= fn.cache_info().misses <= len(values)
 

@@ -88,11 +88,12 @@ def make_captures():
 def test_captured_tensors_are_constants(i):
     """On request they are constants of the record; as results they come out with their values."""
     fn, _ = make_captures()[i]
-    traced, x = jit(fn, captures="constants"), torch.arange(3.0)
+    traced, values = jit(fn, captures="constants"), [torch.arange(3.0), torch.arange(3.0) * 2]
 
     with torch.no_grad():
-        for factor in (1, 2):
-            torch.testing.assert_close(traced(x * factor), fn(x * factor))
+        found, expected = [[run(x) for x in values] for run in (traced, fn)]
+
+    torch.testing.assert_close(found, expected)
     assert traced.cache_info().misses == 1
 
 
@@ -114,28 +115,46 @@ def test_captured_tensors_are_named(fn, pattern):
 
 
 # What changes a captured tensor, and the error of the next call; another tensor is recorded anew.
-CHANGES = {
-    "another item": (lambda box: box["list"].__setitem__(0, torch.full((3,), 7.0)), None),
-    "another weight": (lambda box: setattr(box["layer"], "weight", nn.Parameter(torch.eye(3), False)), None),
+REPLACED = {
+    "another item": lambda box: box["list"].__setitem__(0, torch.full((3,), 7.0)),
+    "another weight": lambda box: setattr(box["layer"], "weight", nn.Parameter(torch.eye(3), False)),
+}
+WRITTEN = {
     "a write": (lambda box: box["list"][0].add_(1), r"list'\]\[0\]. was written since.*cache_clear"),
     "a write to a view": (lambda box: box["list"][0][:1].zero_(), "written since"),
     "assigned data": (lambda box: setattr(box["layer"].weight, "data", torch.eye(3)), "layer.*weight.* was written"),
 }
 
 
-@pytest.mark.parametrize(("change", "pattern"), CHANGES.values(), ids=CHANGES)
-def test_a_constant_that_changes(change, pattern):
-    """No call uses a value that is out of date."""
+@pytest.fixture
+def constants():
+    """A function that holds a tensor and a layer as constants of its record, and what holds them."""
     box = {"list": [torch.ones(3)], "layer": nn.Linear(3, 3).requires_grad_(False)}
-    traced, x = jit(lambda x: box["layer"](x) + box["list"][0], captures="constants"), torch.ones(3)
-    traced(x)
+    traced = jit(lambda x: box["layer"](x) + box["list"][0], captures="constants")
+    traced(torch.ones(3))
+    return traced, box
 
-    change(box)
-    for _ in range(2 if pattern else 0):
-        with pytest.raises(CaptureError, match=f"(?s){pattern}"):
-            traced(x)
-    if pattern:
-        traced.cache_clear()
+
+@pytest.mark.parametrize("replace", REPLACED.values(), ids=REPLACED)
+def test_a_constant_that_is_replaced(constants, replace):
+    """A call with another object in the place of a constant is recorded anew."""
+    traced, box = constants
+    replace(box)
+
+    torch.testing.assert_close(traced(torch.ones(3)), box["layer"](torch.ones(3)) + box["list"][0])
+
+
+@pytest.mark.parametrize(("write", "pattern"), WRITTEN.values(), ids=WRITTEN)
+def test_a_constant_that_is_written(constants, write, pattern):
+    """No call uses a value that is out of date: each is refused until the records are cleared."""
+    (traced, box), x = constants, torch.ones(3)
+    write(box)
+
+    with pytest.raises(CaptureError, match=f"(?s){pattern}"):
+        traced(x)
+    with pytest.raises(CaptureError, match=f"(?s){pattern}"):
+        traced(x)
+    traced.cache_clear()
     torch.testing.assert_close(traced(x), box["layer"](x) + box["list"][0])
 
 

@@ -52,21 +52,29 @@ def test_tree_data_is_in_the_key(other):
 
 
 @pytest.mark.parametrize(
-    "kind", [dict, OrderedDict, lambda items: defaultdict(float, items), lambda items: [dict(items)]]
+    "kind",
+    [dict, OrderedDict, lambda items: defaultdict(float, items), lambda items: [dict(items)]],
+    ids=["dict", "OrderedDict", "defaultdict", "dict in a list"],
 )
 def test_keys_and_their_order_are_in_the_key(kind):
     """A container whose keys, or their order, are others is recorded anew."""
     fn = jit(lambda given: torch.stack([x * i for x, i in zip(pytree.tree_leaves(given), (1, 3), strict=True)]))
     pairs = [("a", torch.tensor(2.0)), ("b", torch.tensor(5.0))]
+    calls = [kind(items) for items in (pairs, pairs[::-1], [("c", pairs[0][1]), pairs[1]], pairs)]
 
-    for items in (pairs, pairs[::-1], [("c", pairs[0][1]), pairs[1]], pairs):
-        assert torch.equal(fn(kind(items)), fn.__wrapped__(kind(items)))
-    names = [
-        list(jit(lambda given: {str(key): x for key, x in given.items()})(OrderedDict(items)))
-        for items in (pairs, pairs[::-1])
-    ]
-    assert names == [["a", "b"], ["b", "a"]]
+    found = [fn(given) for given in calls]
+
+    torch.testing.assert_close(found, [fn.__wrapped__(given) for given in calls], rtol=0, atol=0)
     assert fn.cache_info().misses == 3
+
+
+def test_results_have_the_order_of_the_keys():
+    """A dict that is made of an argument has its keys in the order of the argument."""
+    pairs = [("a", torch.tensor(2.0)), ("b", torch.tensor(5.0))]
+    read = lambda given: {str(key): x for key, x in given.items()}  # noqa: E731
+
+    assert list(jit(read)(OrderedDict(pairs))) == ["a", "b"]
+    assert list(jit(read)(OrderedDict(pairs[::-1]))) == ["b", "a"]
 
 
 class Scaled:
@@ -118,41 +126,97 @@ def test_the_leaves_of_a_node_without_names_have_numbers():
         jit(lambda given: given.x * 2)(Scaled(torch.ones(2, requires_grad=True), 1))
 
 
+def test_one_object_twice_comes_back_as_one():
+    """An argument that is given twice is returned as the same object, recorded and replayed."""
+    same, x = jit(lambda a, b: (a, b, a + b)), torch.ones(3)
+    calls = [same(x, x)[:2] for _ in range(2)]
+
+    assert [[y is x for y in pair] for pair in calls] == [[True, True], [True, True]]
+
+
 def test_which_arguments_are_one_object_is_in_the_key():
     """Of three arguments, the pair that is one object is in the key."""
-    fn, same = jit(lambda t, c: [x is c for x in t.values()]), jit(lambda a, b: (a, b, a + b))
+    fn = jit(lambda t, c: [x is c for x in t.values()])
     x, y = torch.ones(3), torch.ones(3)
-    for _ in range(2):
-        first, second, _ = same(x, x)
-        assert first is second is x
 
     assert fn(TensorDict({"a": x, "b": y}), x) == [True, False]
     assert fn(TensorDict({"a": x, "b": y}), y) == [False, True]
     assert fn(TensorDict({"a": x, "b": x}), y) == [False, False]
 
 
-@pytest.mark.usefixtures("torch_defaults")
-def test_settings_are_in_the_key():
-    """Autocast, grad mode, the default dtype and algorithms make a trace each, without a second cast."""
-    fn = jit(lambda x: (x @ x, torch.zeros(1), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()))
-    x = torch.randn(4, 4)
-    plain = fn(x)[0]
+def test_autocast_is_in_the_key():
+    """Autocast makes a trace of its own, without a second cast."""
+    fn, x = jit(lambda x: x @ x), torch.randn(4, 4)
+    plain = fn(x)
 
     with torch.autocast("cpu", torch.bfloat16):
-        low = fn(x)[0]
-        torch.testing.assert_close(low, x @ x, rtol=0, atol=0)
+        low = fn(x)
+        expected = x @ x
+    torch.testing.assert_close(low, expected, rtol=0, atol=0)
+    assert low.dtype is torch.bfloat16
+    assert torch.equal(fn(x), plain)
+    assert fn.cache_info().misses == 2
+
+
+def test_grad_mode_is_in_the_key():
+    """A trace with gradients is not replayed without them."""
+    fn, x = jit(lambda x: torch.is_grad_enabled()), torch.ones(1)
+    found = [fn(x)]
     with torch.no_grad():
-        assert fn(x)[2] is False
+        found.append(fn(x))
+    found.append(fn(x))
+
+    assert found == [True, False, True]
+    assert fn.cache_info().misses == 2
+
+
+def test_the_default_dtype_is_in_the_key():
+    """A trace makes tensors of the default dtype of its call."""
+    fn, x = jit(lambda x: torch.zeros(1)), torch.ones(1)
+    found = [fn(x).dtype]
     torch.set_default_dtype(torch.float64)
     try:
-        assert fn(x)[1].dtype is torch.float64
+        found.append(fn(x).dtype)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    found.append(fn(x).dtype)
+
+    assert found == [torch.float32, torch.float64, torch.float32]
+    assert fn.cache_info().misses == 2
+
+
+@pytest.mark.usefixtures("torch_defaults")
+def test_deterministic_algorithms_are_in_the_key():
+    """A trace with algorithms of either kind is not replayed with the other."""
+    fn, x = jit(lambda x: torch.are_deterministic_algorithms_enabled()), torch.ones(1)
+    found = [fn(x)]
+    torch.use_deterministic_algorithms(True)
+    found.append(fn(x))
+    torch.use_deterministic_algorithms(False)
+    found.append(fn(x))
+
+    assert found == [False, True, False]
+    assert fn.cache_info().misses == 2
+
+
+@pytest.mark.usefixtures("torch_defaults")
+def test_settings_make_a_trace_each():
+    """Traces of one function under four settings are made beside each other, and found again."""
+    fn, x = jit(lambda x: (x @ x, torch.zeros(1))), torch.randn(4, 4)
+    plain = fn(x)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        fn(x)
+    with torch.no_grad():
+        fn(x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        fn(x)
     finally:
         torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(True)
-    assert fn(x)[3] is True
+    fn(x)
     torch.use_deterministic_algorithms(False)
-    assert fn(x)[3] is False
-    assert low.dtype is torch.bfloat16
+
     assert torch.equal(fn(x)[0], plain)
     assert fn.cache_info().misses == 5
 
@@ -174,31 +238,42 @@ def test_a_region_of_autocast_follows_its_dtype():
         return low, x @ x
 
     traced, x, old = jit(fn), torch.randn(4, 4), torch.get_autocast_dtype("cpu")
+    dtypes, found, expected = [torch.bfloat16, torch.float16], [], []
     try:
-        for dtype in (torch.bfloat16, torch.float16):
+        for dtype in dtypes:
             torch.set_autocast_dtype("cpu", dtype)
-            assert traced(x)[0].dtype is dtype
-            assert all(torch.equal(a, b) for a, b in zip(traced(x), fn(x), strict=True))
+            found += [traced(x), traced(x)]
+            expected += [fn(x), fn(x)]
     finally:
         torch.set_autocast_dtype("cpu", old)
+
+    assert [low.dtype for low, _ in found[::2]] == dtypes
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("torch_defaults")
 def test_the_default_device_is_in_the_key():
     """A trace made for one default device is not replayed under another."""
-    fn = jit(lambda x: torch.zeros(2))
-    x = torch.ones(2)
-    assert fn(x).device.type == "cpu"
-
+    fn, x = jit(lambda x: torch.zeros(2)), torch.ones(2)
+    found = {"first": fn(x)}
     with torch.device("meta"):
-        assert fn(x).device.type == "meta"
-    assert fn(x).device.type == "cpu"
+        found["in a block"] = fn(x)
+    found["after the block"] = fn(x)
     torch.set_default_device("meta")
-    assert fn(x).device.type == "meta"
+    found["as the default"] = fn(x)
     with torch.device("cpu"):
-        assert fn(x).device.type == "cpu"
+        found["in a block inside"] = fn(x)
     torch.set_default_device(None)
-    assert fn(x).device.type == "cpu"
+    found["without a default"] = fn(x)
+
+    assert {name: y.device.type for name, y in found.items()} == {
+        "first": "cpu",
+        "in a block": "meta",
+        "after the block": "cpu",
+        "as the default": "meta",
+        "in a block inside": "cpu",
+        "without a default": "cpu",
+    }
     assert fn.cache_info().misses == 3
 
 
@@ -260,12 +335,12 @@ def test_a_tree_that_was_called_with_is_described_as_a_new_one(seed):
         return tree.apply(lambda leaf: leaf * 2), torch.zeros(rows)
 
     kept, other = jit(fn), jit(fn)
+    mutations = {**MUTATIONS, "nothing": lambda *_: None}
     try:
         with torch.no_grad():
             for _ in range(40):
-                name = rng.choice([*MUTATIONS, "nothing"])
-                if name != "nothing":
-                    MUTATIONS[name](tree, kept)
+                name = rng.choice(list(mutations))
+                mutations[name](tree, kept)
                 if name == "forgotten":
                     other.cache_clear()
                 equal = {key: NonTensorData(copy.deepcopy(x)) for key, x in held.items()}
@@ -274,7 +349,7 @@ def test_a_tree_that_was_called_with_is_described_as_a_new_one(seed):
                 other(new)
 
                 assert_trees_equal(got[0], expected[0])
-                assert all(got[0]["c", key] is x for key, x in held.items())
+                assert [key for key, x in held.items() if got[0]["c", key] is not x] == []
                 assert got[1].dtype is torch.get_default_dtype()
                 assert got[1].shape == expected[1].shape
                 assert kept.cache_info() == other.cache_info(), name
@@ -295,9 +370,8 @@ def test_a_tree_is_described_anew_for_each_function():
     """Functions number structures each in their own order: the note of one is not read by another."""
     x, y = TensorDict({"x": torch.ones(2)}), TensorDict({"y": torch.ones(2)})
     first, second = jit(lambda tree: tree * 2), jit(lambda tree: tree * 2)
-
     for _ in range(2):
         first(x), second(y)
-    for fn in (first, second) * 3:
-        for tree in (x, x, y, y):
-            assert_trees_equal(fn(tree), tree * 2)
+
+    found = [fn(tree) for fn in (first, second) * 3 for tree in (x, x, y, y)]
+    assert_trees_equal(found, [tree * 2 for _ in range(6) for tree in (x, x, y, y)])

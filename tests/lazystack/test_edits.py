@@ -50,47 +50,73 @@ def test_partition_keeps_the_number_of_trees():
     assert tdfunc.combine(right, left).trees[0]["b"].tolist() == [1, 1]
 
 
+AT = {
+    "set rows": lambda t, rows: t.set(rows),
+    "set a number": lambda t, rows: t.set(7),
+    "add": lambda t, rows: t.add(rows),
+    "mul": lambda t, rows: t.mul(3),
+    "apply": lambda t, rows: t.apply(lambda x: x + 1),
+}
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize(
     "index", [0, slice(1, 3), (slice(None), 0), [0, 1], (0, 1), (slice(None), slice(0, 1)), (0, [1, 0])], ids=repr
 )
-def test_at_is_that_of_the_dense_tree(dim, index):
+@pytest.mark.parametrize("change", AT.values(), ids=AT)
+def test_at_is_that_of_the_dense_tree(dim, index, change):
     """A pure write at an index changes the rows that it changes of the dense tree."""
     trees = tensors_only(uniform())
     lazy, dense = lazy_stack(trees, dim), torch.stack(trees, dim)
     rows = dense[index] * 0 + 5
-    calls = [
-        lambda t: t.at[index].set(rows), lambda t: t.at[index].set(7), lambda t: t.at[index].add(rows),
-        lambda t: t.at[index].mul(3), lambda t: t.at[index].apply(lambda x: x + 1),
-    ]  # fmt: skip
 
-    for call in calls:
-        assert_trees_equal(call(lazy).dense(), call(dense))
+    assert_trees_equal(change(lazy.at[index], rows).dense(), change(dense.at[index], rows))
 
 
-def test_empty_stacks_are_dropped():
-    """A lazy stack without a leaf goes where an empty tree goes."""
+def without_leaves():
+    """A lazy stack without a leaf."""
     empty = TensorDict({"deep": {}}, [2])
-    bare, some = lazy_stack([empty, empty]), lazy_stack([empty.set("x", 1.0), empty])
-    tree = TensorDict({"a": 1.0, "bare": bare, "twice": lazy_stack([bare, bare], 1), "some": some}, [2])
-
-    for kept in (tree.split_keys(["a"])[1], tree.delete("a").apply(lambda x: x, filter_empty=True)):
-        assert list(kept.keys()) == ["some"]
-        assert [list(t.keys()) for t in kept["some"].trees] == [["x"], []]
-    assert [len(part.trees) for part in bare.split_keys()] == [2]
+    return lazy_stack([empty, empty])
 
 
-def test_at_of_ragged_trees():
-    """Rows of ragged trees are written, and a tree replaced by one of another length; nothing is written in place."""
+@pytest.mark.parametrize(
+    "drop",
+    [lambda t: t.split_keys(["a"])[1], lambda t: t.delete("a").apply(lambda x: x, filter_empty=True)],
+    ids=["split_keys", "apply"],
+)
+def test_empty_stacks_are_dropped(drop):
+    """A lazy stack without a leaf goes where an empty tree goes."""
+    bare, empty = without_leaves(), TensorDict({"deep": {}}, [2])
+    some = lazy_stack([empty.set("x", 1.0), empty])
+    kept = drop(TensorDict({"a": 1.0, "bare": bare, "twice": lazy_stack([bare, bare], 1), "some": some}, [2]))
+
+    assert list(kept.keys()) == ["some"]
+    assert [list(t.keys()) for t in kept["some"].trees] == [["x"], []]
+
+
+def test_an_empty_stack_is_its_own_rest():
+    """Without keys to split at, a lazy stack without a leaf is the one part."""
+    assert [len(part.trees) for part in without_leaves().split_keys()] == [2]
+
+
+def test_a_tree_is_replaced_by_one_of_another_length():
+    """The tree at a number may be replaced by one of another length, or by a dict of leaves."""
     lazy = lazy_stack(tensors_only(ragged()))
     longer = lazy[1]
 
     assert lazy.at[0].set(longer).batch_size == Size([3, -1])
     assert lazy.at[0].set(longer)[0] is longer
+    assert lazy.at[0].set({"x": torch.zeros(2, 2), "n": {"y": torch.zeros(2, dtype=torch.int64)}})["x"][0].sum() == 0
+
+
+def test_at_of_ragged_trees():
+    """Rows of ragged trees are read and written; nothing is written in place."""
+    lazy = lazy_stack(tensors_only(ragged()))
+    longer = lazy[1]
+
     assert lazy.at[:, 0].set(0)["x"][2][0].tolist() == [0, 0]
     assert lazy.at[1, 1:].add(1)["n", "y"][1].tolist() == (longer["n", "y"] + torch.tensor([0, 1, 1, 1])).tolist()
     assert lazy.at["x"].get() == lazy["x"]
-    assert lazy.at[0].set({"x": torch.zeros(2, 2), "n": {"y": torch.zeros(2, dtype=torch.int64)}})["x"][0].sum() == 0
     with pytest.raises(LeafMismatchError, match=r"at\[...\].set_: a lazy stack has no one tensor"):
         lazy.at[0].set_(longer)
 
@@ -120,41 +146,88 @@ def test_child_follows_an_index(around, index):
     assert_alike(result, expected)
 
 
-def test_child_follows_shapes(around):
+SHAPES = {
+    "reshape": (lambda t: t.reshape(3, 1), [3, 1, -1]),
+    "reshape there and back": (lambda t: t.reshape(1, 3).reshape(3), [3, -1]),
+    "unsqueeze": (lambda t: t.unsqueeze(0), [1, 3, -1]),
+    "expand": (lambda t: t.expand(2, 3), [2, 3, -1]),
+    "permute": (lambda t: t.unsqueeze(0).permute(1, 0), [3, 1, -1]),
+    "stack": (lambda t: torch.stack([t, t]), [2, 3, -1]),
+    "cat": (lambda t: torch.cat([t, t[:1]]), [4, -1]),
+    "with_batch_size": (lambda t: t.with_batch_size([]), [3, -1]),
+}
+
+
+@pytest.mark.parametrize(("change", "size"), SHAPES.values(), ids=SHAPES)
+def test_child_follows_shapes(around, change, size):
     """Shape operations on a tree reach a lazy stack in it."""
-    assert around.reshape(3, 1)["lazy"].batch_size == Size([3, 1, -1])
-    assert around.reshape(1, 3).reshape(3)["lazy"].batch_size == Size([3, -1])
-    assert around.unsqueeze(0)["lazy"].batch_size == Size([1, 3, -1])
-    assert around.expand(2, 3)["lazy"].batch_size == Size([2, 3, -1])
-    assert around.unsqueeze(0).permute(1, 0)["lazy"].batch_size == Size([3, 1, -1])
+    assert change(around)["lazy"].batch_size == Size(size)
+
+
+def test_child_follows_parts(around):
+    """Parts and rows of a tree have those of a lazy stack in it."""
     assert [t["lazy"].batch_size for t in around.split(2)] == [Size([2, -1]), Size([1, 3])]
     assert [t["lazy"].batch_size for t in around] == [Size([2]), Size([4]), Size([3])]
-    assert torch.stack([around, around])["lazy"].batch_size == Size([2, 3, -1])
-    assert torch.cat([around, around[:1]])["lazy"].batch_size == Size([4, -1])
-    assert around.with_batch_size([])["lazy"].batch_size == Size([3, -1])
+
+
+def test_one_ragged_tree_is_expanded(around):
+    """A lazy stack of one tree is expanded to several; -1 is the length of that tree."""
     assert around["lazy"][:1].expand(4, -1).batch_size == Size([4, 2])
+
+
+def test_a_batch_size_that_a_child_has_not_is_refused():
+    """A batch size of a tree must agree with the trees of a lazy stack in it."""
+    tree = TensorDict({"l": lazy_stack([TensorDict({"a": torch.zeros(2, 3)}) for _ in range(3)])})
+
     with pytest.raises(BatchSizeError, match=r"does not agree with the trees"):
-        TensorDict({"l": lazy_stack([TensorDict({"a": torch.zeros(2, 3)}) for _ in range(3)])}).with_batch_size([2, 3])
+        tree.with_batch_size([2, 3])
 
 
-def test_child_follows_edits_and_values(around):
-    """Edits and arithmetic of a tree reach a lazy stack in it."""
+def test_child_follows_arithmetic(around):
+    """Arithmetic and comparisons of a tree reach a lazy stack in it."""
     scaled = around * torch.tensor([1.0, 10.0, 100.0])
-    edited = around.set(("lazy", "z"), (torch.zeros(2), torch.zeros(4), torch.zeros(3))).update({"lazy": {"k": 1.0}})
 
     assert torch.equal(scaled["lazy", "x"][2], around["lazy", "x"][2] * 100)
-    assert list(edited["lazy"].keys()) == ["x", "n", "z", "k"]
-    assert list(around.rename_key(("lazy", "x"), ("lazy", "q"))["lazy"].keys()) == ["q", "n"]
-    assert list(around.rename_key(("lazy", "x"), ("lazy", "n", "q"))["lazy", "n"].keys()) == ["y", "q"]
+    assert (around == around).all()
+
+
+KEY_EDITS = {
+    "set and update": (
+        lambda t: t.set(("lazy", "z"), (torch.zeros(2), torch.zeros(4), torch.zeros(3))).update({"lazy": {"k": 1.0}}),
+        ["x", "n", "z", "k"],
+    ),
+    "rename": (lambda t: t.rename_key(("lazy", "x"), ("lazy", "q")), ["q", "n"]),
+    "flatten_keys": (lambda t: t.flatten_keys(), ["x", "n.y"]),
+    "delete and select": (lambda t: t.delete(("lazy", "x")).select(("lazy", "n")), ["n"]),
+}
+
+
+@pytest.mark.parametrize(("edit", "keys"), KEY_EDITS.values(), ids=KEY_EDITS)
+def test_child_follows_edits(around, edit, keys):
+    """Edits of keys of a tree reach a lazy stack in it."""
+    assert list(edit(around)["lazy"].keys()) == keys
+
+
+def test_keys_are_renamed_between_levels(around):
+    """A leaf or tree of a lazy stack goes to another level by its new name."""
     words = TensorDict({"l": lazy_stack(ragged())})
+
+    assert list(around.rename_key(("lazy", "x"), ("lazy", "n", "q"))["lazy", "n"].keys()) == ["y", "q"]
     assert words.rename_key(("l", "s"), ("l", "n", "t"))["l", "n", "t"] == words["l", "s"]
     assert_stacks_equal(words.rename_key(("l", "n"), "m")["m"], words["l", "n"])
-    assert list(around.flatten_keys()["lazy"].keys()) == ["x", "n.y"]
-    assert list(around.delete(("lazy", "x")).select(("lazy", "n"))["lazy"].keys()) == ["n"]
-    assert around.at[1].set(around[1] * 0)["lazy", "x"][1].abs().sum() == 0
-    assert torch.equal(around.at[1].set(around[1] * 0)["lazy", "x"][0], around["lazy", "x"][0])
+
+
+def test_child_follows_at(around):
+    """A row that is written in a tree is written in a lazy stack in it, and no other row is."""
+    written = around.at[1].set(around[1] * 0)
+
+    assert written["lazy", "x"][1].abs().sum() == 0
+    assert torch.equal(written["lazy", "x"][0], around["lazy", "x"][0])
+
+
+def test_leaves_of_a_child_have_no_kind(around):
+    """A leaf of a lazy stack in a tree has no kind."""
     assert around.kind(("lazy", "n", "y")) is None
-    assert (around == around).all()
 
 
 @pytest.mark.parametrize("depth", [1, 2])

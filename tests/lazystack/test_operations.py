@@ -52,22 +52,31 @@ def test_operations_are_loops_over_the_trees(fn):
     assert_stacks_equal(assert_pure(fn, lazy_stack(trees)), lazy_stack([fn(t) for t in trees]))
 
 
+OPERANDS = {
+    "the batch": lambda size: size,
+    "later dimensions": lambda size: size[1:],
+    "the first dimension": lambda size: (size[0], 1, 1),
+    "an expanded first dimension": lambda size: (1, *size[1:]),
+}
+CUT = {
+    "mul": lambda t, y: t * y,
+    "sub": lambda t, y: y - t,
+    "torch.add": lambda t, y: torch.add(t, y),
+    "lt": lambda t, y: t < y,
+}
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_tensor_operands_are_cut(dim):
+@pytest.mark.parametrize("shape_of", OPERANDS.values(), ids=OPERANDS)
+@pytest.mark.parametrize("fn", CUT.values(), ids=CUT)
+def test_tensor_operands_are_cut(dim, shape_of, fn):
     """A tensor over the batch meets the trees that it meets in the dense tree, on either side of an operator."""
     trees = tensors_only(uniform())
     lazy, dense = lazy_stack(trees, dim), torch.stack(trees, dim)
-    shapes = [
-        tuple(dense.batch_size),
-        tuple(dense.batch_size[1:]),
-        (dense.batch_size[0], 1, 1),
-        (1, *dense.batch_size[1:]),
-    ]
-    for shape in shapes:
-        operand = torch.arange(1.0, 1 + Size(shape).numel()).reshape(shape)
+    shape = shape_of(tuple(dense.batch_size))
+    operand = torch.arange(1.0, 1 + Size(shape).numel()).reshape(shape)
 
-        for fn in (lambda t, y: t * y, lambda t, y: y - t, lambda t, y: torch.add(t, y), lambda t, y: t < y):
-            assert_trees_equal(fn(lazy, operand).dense(), fn(dense, operand))
+    assert_trees_equal(fn(lazy, operand).dense(), fn(dense, operand))
 
 
 def test_operands_of_other_dtypes_promote_alike():
@@ -94,15 +103,25 @@ def test_operands_over_ragged_trees():
         lazy * torch.ones(3, 2)
 
 
-def test_dense_trees_and_stacks():
-    """A dense tree on the right is cut for the trees; a stack along another dimension needs `dense()`."""
+def test_dense_trees_on_the_right():
+    """A dense tree on the right is cut for the trees."""
     trees = tensors_only(uniform())
     lazy, dense = lazy_stack(trees, 1), torch.stack(trees, 1)
 
     assert_trees_equal((lazy + dense).dense(), dense + dense)
-    for call in (lambda: dense + lazy, lambda: lazy + lazy_stack(list(dense.unbind(0)), 0)):
-        with pytest.raises(LeafMismatchError, match=r"a lazy stack has no one tensor(.|\n)*pad\(\)"):
-            call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda lazy, dense: dense + lazy, lambda lazy, dense: lazy + lazy_stack(list(dense.unbind(0)), 0)],
+    ids=["on the right of a dense tree", "along another dimension"],
+)
+def test_lazy_stacks_that_are_no_operands(call):
+    """A stack on the right of a dense tree, or along another dimension, needs `dense()`."""
+    trees = tensors_only(uniform())
+
+    with pytest.raises(LeafMismatchError, match=r"a lazy stack has no one tensor(.|\n)*pad\(\)"):
+        call(lazy_stack(trees, 1), torch.stack(trees, 1))
 
 
 @pytest.mark.parametrize(("first", "second"), [((3,), (4,)), ((3, 3), (4,)), ((3, 3), (4, 4)), ((3, 5), (4,))])
@@ -141,27 +160,55 @@ def test_features_do_not_meet_the_batch(fn):
         fn(lazy_stack([square, square]), lazy_stack([row, row]))
 
 
-def test_trees_of_a_stack_do_not_grow():
-    """An operand does not make a tree of the stack larger."""
-    one, three = (lazy_stack([TensorDict({"x": torch.ones(n, 2)}, [n])] * 2) for n in (1, 3))
+@pytest.fixture
+def small_and_large():
+    """Two stacks, of trees of one row and of trees of three."""
+    return [lazy_stack([TensorDict({"x": torch.ones(n, 2)}, [n])] * 2) for n in (1, 3)]
+
+
+def test_operands_of_one_row_grow(small_and_large):
+    """An operand of one row meets each row, and a tree of the stack does if it was expanded."""
+    one, three = small_and_large
 
     assert [x.shape for x in (three + one)["x"]] == [(3, 2), (3, 2)]
-    for small, large, where in ((one, three, ""), (TensorDict({"l": one}), TensorDict({"l": three}), " at 'l'")):
-        message = rf"add: .*lazy stack{where} does not.*\n.*expected: \[1\]\n.*got: +\[3\]\n.*expand"
-        with pytest.raises(BatchSizeError, match=message):
-            small + large
     assert (one.expand(2, 3) + three).batch_size == Size([2, 3])
 
 
+@pytest.mark.parametrize(
+    ("inside", "where"),
+    [(lambda lazy: lazy, ""), (lambda lazy: TensorDict({"l": lazy}), " at 'l'")],
+    ids=["alone", "in a tree"],
+)
+def test_trees_of_a_stack_do_not_grow(small_and_large, inside, where):
+    """An operand does not make a tree of the stack larger."""
+    one, three = map(inside, small_and_large)
+    message = rf"add: .*lazy stack{where} does not.*\n.*expected: \[1\]\n.*got: +\[3\]\n.*expand"
+
+    with pytest.raises(BatchSizeError, match=message):
+        one + three
+
+
 def test_empty_ragged_stacks():
-    """A tree without entries keeps its size."""
+    """A stack without entries keeps its size, and the sizes of its trees."""
     lazy = lazy_stack(ragged())
-    around = TensorDict({"lazy": lazy}).empty(recurse=True)
 
     assert lazy.empty().batch_size == lazy.batch_size
     assert [tree.batch_size for tree in lazy.empty().trees] == [tree.batch_size for tree in lazy.trees]
+
+
+def test_options_of_empty_ragged_stacks():
+    """Sub-trees are kept, and names and sizes changed, if that is asked for."""
+    lazy = lazy_stack(ragged())
+
     assert list(lazy.empty(recurse=True).keys()) == ["n"]
     assert lazy.empty(names=[None, "b"]).names == [None, "b"]
     assert lazy.empty(batch_size=[4]).batch_size == Size([4])
+
+
+def test_empty_trees_around_ragged_stacks():
+    """A tree without leaves keeps a lazy stack in it, of the same size."""
+    lazy = lazy_stack(ragged())
+    around = TensorDict({"lazy": lazy}).empty(recurse=True)
+
     assert around["lazy"].batch_size == lazy.batch_size
     assert isinstance(around["lazy"], LazyStack)

@@ -11,20 +11,35 @@ from tdfunc._lazystack import LazyStack, lazy_stack
 from tests.lazystack.trees import ragged, tree, uniform
 
 
-@pytest.mark.parametrize("lengths", [(2, 4, 3), (3, 3, 3)], ids=["ragged", "equal"])
-def test_reading_does_not_depend_on_lengths(lengths):
-    """A key reads as a tuple, list or lazy stack, also when lengths happen to agree."""
-    lazy = lazy_stack(ragged(lengths))
+@pytest.fixture(params=[(2, 4, 3), (3, 3, 3)], ids=["ragged", "equal"])
+def lazy(request):
+    """A stack of trees whose lengths differ, or happen to agree."""
+    return lazy_stack(ragged(request.param))
 
+
+def test_leaves_are_read_as_tuples(lazy):
+    """The key of a leaf reads as the tuple of the trees' tensors, whatever the lengths."""
     assert type(lazy["x"]) is tuple
-    assert [x.shape[0] for x in lazy["x"]] == list(lengths)
+    assert [x.shape[0] for x in lazy["x"]] == [len(t) for t in lazy.trees]
     assert lazy["x"][1] is lazy.trees[1]["x"]
-    assert lazy["s"] == [t["s"] for t in lazy.trees]
-    assert lazy._get("s").shape == Size([3])
-    assert isinstance(lazy["n"], LazyStack)
-    assert lazy["n", "y"][2] is lazy.trees[2]["n", "y"]
     assert lazy.get("x") == lazy["x"]
     assert lazy.get("missing") is None
+
+
+def test_values_are_read_as_lists(lazy):
+    """The key of non-tensor data reads as the list of the trees' values, whatever the lengths."""
+    assert lazy["s"] == [t["s"] for t in lazy.trees]
+    assert lazy._get("s").shape == Size([3])
+
+
+def test_trees_are_read_as_lazy_stacks(lazy):
+    """The key of a tree reads as a lazy stack, whatever the lengths."""
+    assert isinstance(lazy["n"], LazyStack)
+    assert lazy["n", "y"][2] is lazy.trees[2]["n", "y"]
+
+
+def test_keys(lazy):
+    """Keys are those of the trees, nested ones by path."""
     assert list(lazy.keys()) == ["x", "n", "s"]
     assert list(lazy.keys(True, True)) == ["x", ("n", "y"), "s"]
 
@@ -46,32 +61,58 @@ def test_law_rows_are_the_trees(lengths):
     """`lazy_stack(trees)[i]` is `trees[i]`, and a loop sees each."""
     trees = ragged(lengths)
     lazy = lazy_stack(trees)
+    ways = {
+        "loop": list(lazy),
+        "unbind": lazy.unbind(0),
+        "index": [lazy[i] for i in range(len(trees))],
+        "negative index": [lazy[i - len(trees)] for i in range(len(trees))],
+    }
 
     assert len(lazy) == len(trees)
-    for i, (row, mine, slow) in enumerate(zip(lazy, trees, lazy.unbind(0), strict=True)):
-        assert row is mine
-        assert slow is mine
-        assert lazy[i] is mine
-        assert lazy[i - len(trees)] is mine
+    assert {way: list(map(id, found)) for way, found in ways.items()} == dict.fromkeys(ways, list(map(id, trees)))
 
 
-def test_keys_of_some_trees():
-    """Keys that only some trees have stay in their trees and follow every operation there; conversions refuse them."""
-    lazy = lazy_stack(
+@pytest.fixture
+def uneven():
+    """A stack of two trees of which only the first has a key."""
+    return lazy_stack(
         [TensorDict({"a": torch.zeros(2), "b": torch.ones(2)}, [2]), TensorDict({"a": torch.zeros(3)}, [3])]
     )
 
-    assert list(lazy.keys()) == ["a"]
-    assert "b" not in lazy
-    assert (lazy * 2).trees[0]["b"].tolist() == [2, 2]
-    assert "b: in trees [0]" in repr(lazy)
-    assert list(lazy.update({"b": 0.0}).keys()) == ["a", "b"]
-    assert list(lazy.select("a").trees[0].keys()) == ["a"]
-    for each in (lazy, TensorDict({"n": lazy}), lazy_stack([TensorDict({"m": part}) for part in lazy.trees])):
-        for call in ("to_dict", "state_dict", "numpy", "to_namedtuple"):
-            with pytest.raises(TreeStructureError, match=rf"{call}: the key 'b' is not in all trees(.|\n)*trees \[0\]"):
-                getattr(each, call)()
-    assert [x.tolist() for x in lazy.select("a").to_dict()["a"]] == [[0, 0], [0, 0, 0]]
+
+def test_keys_of_some_trees_are_listed_apart(uneven):
+    """A key that only some trees have is none of the stack's keys, and is shown with its trees."""
+    assert list(uneven.keys()) == ["a"]
+    assert "b" not in uneven
+    assert "b: in trees [0]" in repr(uneven)
+
+
+def test_keys_of_some_trees_follow_operations(uneven):
+    """A key that only some trees have follows every operation there."""
+    assert (uneven * 2).trees[0]["b"].tolist() == [2, 2]
+    assert list(uneven.update({"b": 0.0}).keys()) == ["a", "b"]
+    assert list(uneven.select("a").trees[0].keys()) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda lazy: lazy,
+        lambda lazy: TensorDict({"n": lazy}),
+        lambda lazy: lazy_stack([TensorDict({"m": part}) for part in lazy.trees]),
+    ],
+    ids=["alone", "in a tree", "of trees in trees"],
+)
+@pytest.mark.parametrize("call", ["to_dict", "state_dict", "numpy", "to_namedtuple"])
+def test_keys_of_some_trees_are_not_converted(uneven, around, call):
+    """Conversions refuse a key that only some trees have."""
+    with pytest.raises(TreeStructureError, match=rf"{call}: the key 'b' is not in all trees(.|\n)*trees \[0\]"):
+        getattr(around(uneven), call)()
+
+
+def test_keys_of_all_trees_are_converted(uneven):
+    """Conversions take what is left when such a key was left out."""
+    assert [x.tolist() for x in uneven.select("a").to_dict()["a"]] == [[0, 0], [0, 0, 0]]
 
 
 def test_repr():
@@ -87,19 +128,39 @@ def test_repr():
     assert "x: Tensor(2 x shapes differ, float32, cpu)" in repr(lazy_stack([apart[0], apart[0].set("x", torch.eye(2))]))
 
 
-def test_names_and_device():
-    """A stack has the names and the device that its trees share, and no name for its own dimension."""
-    lazy, there, anywhere = lazy_stack([t.with_names(["time"]) for t in ragged()]), tree(2).to("cpu"), tree(3)
+def test_device():
+    """A stack has the device that its trees share."""
+    there, anywhere = tree(2).to("cpu"), tree(3)
 
     assert lazy_stack([there, there]).device == torch.device("cpu")
     assert lazy_stack([there, anywhere]).device is lazy_stack([anywhere, there]).device is None
-    assert lazy.names == [None, "time"]
+
+
+@pytest.fixture
+def named():
+    """A stack whose trees have a name for their dimension."""
+    return lazy_stack([t.with_names(["time"]) for t in ragged()])
+
+
+def test_names(named):
+    """A stack has the names that its trees share, and no name for its own dimension."""
+    assert named.names == [None, "time"]
+    assert (named.permute(1, 0) * 2)[:, :2].names == ["time", None]
+    assert named.pad().names == [None, "time"]
     assert lazy_stack(ragged()).with_names([None, "t"])[0].names == ["t"]
-    assert (lazy.permute(1, 0) * 2)[:, :2].names == ["time", None]
-    assert lazy.pad().names == [None, "time"]
-    assert lazy["n"].names == lazy.with_names(None).names == lazy_stack([lazy[0], tree(2)]).names == [None, None]
+
+
+def test_names_that_are_not_shared(named):
+    """Of sub-trees, of trees without names, and of trees whose names differ a stack has none."""
+    assert named["n"].names == [None, None]
+    assert named.with_names(None).names == [None, None]
+    assert lazy_stack([named[0], tree(2)]).names == [None, None]
+
+
+def test_the_stack_dimension_has_no_name(named):
+    """A name for the stack dimension is refused."""
     with pytest.raises(ValueError, match="the stack dimension 0 must have no name"):
-        lazy.with_names(["batch", "time"])
+        named.with_names(["batch", "time"])
 
 
 def test_with_batch_size():

@@ -71,35 +71,59 @@ def test_tree_map_inside_vmap():
     assert torch.equal(out["x"][1], lazy["x"][1][:, 0])
 
 
-def test_pytree():
-    """Both registries keep values, dimension and names, and tell stacks of other dimensions apart."""
-    lazy = lazy_stack(ragged(), 1).with_names(["t", None])
-    spec = pytree.tree_structure(lazy)
+@pytest.fixture
+def turned():
+    """A ragged stack along its last dimension, with a name."""
+    return lazy_stack(ragged(), 1).with_names(["t", None])
 
-    for tree_map in (pytree.tree_map, optree.tree_map):
-        assert_stacks_equal(tree_map(lambda x: x * 2, lazy), lazy * 2)
-    assert_stacks_equal(copy.deepcopy(lazy), lazy)
-    assert_stacks_equal(pickle.loads(pickle.dumps(lazy)), lazy)
-    assert pytree.tree_map(lambda _: None, lazy).batch_size == lazy.batch_size
-    assert pytree.tree_map(lambda x: x.dim(), lazy)["x"] == (2, 2, 2)
-    assert pytree.tree_map(lambda t: 1, lazy, is_leaf=lambda t: isinstance(t, TensorDict)).keys() == set()
-    assert pytree.treespec_loads(
-        pytree.treespec_dumps(pytree.tree_structure(lazy.exclude("s")))
-    ) == pytree.tree_structure(lazy.exclude("s"))
-    assert spec == pytree.tree_structure(lazy * 2)
-    assert spec != pytree.tree_structure(lazy.permute(1, 0))
-    assert len(pytree.tree_leaves(lazy)) == len(lazy.leaves()) == 6
+
+@pytest.mark.parametrize("tree_map", [pytree.tree_map, optree.tree_map], ids=["torch", "optree"])
+def test_pytree(tree_map, turned):
+    """Both registries keep values, dimension and names."""
+    assert_stacks_equal(tree_map(lambda x: x * 2, turned), turned * 2)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_copies(copied, turned):
+    """A copy keeps values, dimension and names."""
+    assert_stacks_equal(copied(turned), turned)
+
+
+def test_pytrees_of_other_leaves(turned):
+    """A map may give anything for a leaf, or take the trees themselves for leaves."""
+    assert pytree.tree_map(lambda _: None, turned).batch_size == turned.batch_size
+    assert pytree.tree_map(lambda x: x.dim(), turned)["x"] == (2, 2, 2)
+    assert pytree.tree_map(lambda t: 1, turned, is_leaf=lambda t: isinstance(t, TensorDict)).keys() == set()
+    assert len(pytree.tree_leaves(turned)) == len(turned.leaves()) == 6
+
+
+def test_structures_of_pytrees(turned):
+    """A structure goes through text, and tells stacks of other dimensions apart."""
+    spec, plain = pytree.tree_structure(turned), pytree.tree_structure(turned.exclude("s"))
+
+    assert pytree.treespec_loads(pytree.treespec_dumps(plain)) == plain
+    assert spec == pytree.tree_structure(turned * 2)
+    assert spec != pytree.tree_structure(turned.permute(1, 0))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_key_paths_lead_to_leaves(dim):
-    """Key paths of torch and accessors of optree read the leaves; so does the code of an accessor."""
+    """Key paths of torch read the leaves."""
     lazy = lazy_stack([tree(2), tree(4)], dim)
+    pairs = pytree.tree_flatten_with_path(lazy)[0]
 
-    for path, leaf in pytree.tree_flatten_with_path(lazy)[0]:
-        assert pytree.key_get(lazy, path) is leaf
-    for accessor, leaf in zip(*optree.tree_flatten_with_accessor(lazy)[:2], strict=True):
-        assert accessor(lazy) is eval(accessor.codify("lazy")) is leaf
+    assert [path for path, leaf in pairs if pytree.key_get(lazy, path) is not leaf] == []
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_accessors_lead_to_leaves(dim):
+    """Accessors of optree read the leaves; so does the code of an accessor."""
+    lazy = lazy_stack([tree(2), tree(4)], dim)
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(lazy)
+    codes = [accessor.codify("lazy") for accessor in accessors]
+
+    assert [a for a, leaf in zip(accessors, leaves, strict=True) if a(lazy) is not leaf] == []
+    assert [code for code, leaf in zip(codes, leaves, strict=True) if eval(code, {"lazy": lazy}) is not leaf] == []
 
 
 def test_a_treespec_of_typed_trees_is_dumped():
@@ -129,14 +153,14 @@ def test_compile_typed():
         lazy = lazy_stack([Outer(Row(x)), Outer(Row(x[:2]))])
         return lazy, lazy.pad().row.x
 
-    for _ in range(2):
-        lazy, padded = fn(torch.ones(3))
+    first, second = fn(torch.ones(3)), fn(torch.ones(3))
+    uncompiled = type(lazy_stack([Outer(Row(torch.ones(3)))]))
 
-        assert isinstance(lazy, Outer)
-        assert isinstance(lazy.row, Row)
-        assert padded.tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert [type(lazy) for lazy, _ in (first, second)] == [uncompiled, uncompiled]
+    assert [isinstance(lazy, Outer) for lazy, _ in (first, second)] == [True, True]
+    assert [isinstance(lazy.row, Row) for lazy, _ in (first, second)] == [True, True]
+    assert [padded.tolist() for _, padded in (first, second)] == [[[1, 1, 1], [1, 1, 0]]] * 2
     assert count.frame_count == 1
-    assert type(lazy) is type(lazy_stack([Outer(Row(torch.ones(3)))]))
 
 
 @pytest.mark.slow
@@ -150,31 +174,49 @@ def test_compiled_vmap_is_right_or_refused():
         compiled(lazy_stack(columns(), 0))
 
 
-def test_ties_inside_trees():
-    """Tied leaves of a tree in a stack stay one leaf."""
-    trees = [from_module(TiedLM(vocabulary=size)) for size in (5, 7)]
-    lazy = lazy_stack(trees)
-    doubled = lazy * 2
-    edited = lazy.set(("emb", "weight"), tuple(torch.zeros_like(t["emb", "weight"]) for t in trees))
+@pytest.fixture(scope="module")
+def tied():
+    """A stack of two trees, each with a tied leaf."""
+    return lazy_stack([from_module(TiedLM(vocabulary=size)) for size in (5, 7)])
 
-    for stack in (
-        lazy,
-        doubled,
-        edited,
-        pytree.tree_map(torch.clone, lazy),
-        copy.deepcopy(lazy),
-        lazy.pad(),
-        lazy_stack([lazy, lazy])[0],
-    ):
-        for row in stack:
-            assert row["emb", "weight"] is row["out", "weight"]
-    assert len(lazy.leaves()) == 2 * len(trees[0].leaves())
-    assert len(pytree.tree_leaves(lazy)) == len(lazy.leaves())
-    padded = lazy.pad()
+
+TIED = {
+    "as it is": lambda lazy: lazy,
+    "arithmetic": lambda lazy: lazy * 2,
+    "edit": lambda lazy: lazy.set(
+        ("emb", "weight"), tuple(torch.zeros_like(t["emb", "weight"]) for t in lazy.trees)
+    ),
+    "pytree": lambda lazy: pytree.tree_map(torch.clone, lazy),
+    "deepcopy": copy.deepcopy,
+    "padded": lambda lazy: lazy.pad(),
+    "of stacks": lambda lazy: lazy_stack([lazy, lazy])[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", TIED.values(), ids=TIED)
+def test_ties_inside_trees(change, tied):
+    """Tied leaves of a tree in a stack stay one leaf."""
+    assert [row["emb", "weight"] is row["out", "weight"] for row in change(tied)] == [True, True]
+
+
+def test_tied_leaves_are_counted_once(tied):
+    """A stack has the leaves of its trees, of which a tied one is one."""
+    assert len(tied.leaves()) == 2 * len(tied.trees[0].leaves())
+    assert len(pytree.tree_leaves(tied)) == len(tied.leaves())
+
+
+def test_padding_keeps_ties_of_all_trees(tied):
+    """A tie that all trees have stays when they are padded, and one of some trees does not."""
+    padded, (first, second) = tied.pad(), tied.trees
+
     assert padded["out", "weight"] is padded["emb", "weight"]
-    assert padded.ties() == trees[0].ties()
-    assert lazy_stack([trees[0], trees[1].untie(("out", "weight"))]).pad().ties() == []
-    assert TensorDict({"models": lazy}).ties() == [
+    assert padded.ties() == first.ties()
+    assert lazy_stack([first, second.untie(("out", "weight"))]).pad().ties() == []
+
+
+def test_ties_have_the_paths_of_their_trees(tied):
+    """Ties inside a stack in a tree are listed with the number of the tree."""
+    assert TensorDict({"models": tied}).ties() == [
         ["models.0.emb.weight", "models.0.out.weight"],
         ["models.1.emb.weight", "models.1.out.weight"],
     ]

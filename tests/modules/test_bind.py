@@ -71,17 +71,22 @@ def test_integer_parameters_and_buffers_go_in_as_they_are(mean):
     assert model.mean.requires_grad is False
 
 
+def copies_of(model):
+    """A tree of equal copies of the module's weights, each more by 1, without a tie."""
+    return TensorDict({k: v.clone() + 1 for k, v in model.state_dict().items()}).unflatten_keys(".")
+
+
+@pytest.mark.parametrize("tree_of", [zeros_of, copies_of], ids=["tied", "copies"])
 @pytest.mark.parametrize("make", [Tied, Shared])
-def test_ties_survive_a_load(make):
+def test_ties_survive_a_load(make, tree_of):
     """Two names of one weight are one Parameter after a load, of a tree with the tie or of equal copies."""
     model = make()
-    saved = TensorDict({k: v.clone() + 1 for k, v in model.state_dict().items()}).unflatten_keys(".")
-    for tree in (zeros_of(model), saved):
-        tree.to_module(model)
-        named = dict(model.named_parameters(remove_duplicate=False))
+    tree = tree_of(model)
+    tree.to_module(model)
+    named = dict(model.named_parameters(remove_duplicate=False))
 
-        assert len({id(p) for p in named.values()}) == len(list(model.parameters())) < len(named)
-        assert all(torch.equal(p, tree[tuple(name.split("."))]) for name, p in named.items())
+    assert len({id(p) for p in named.values()}) == len(list(model.parameters())) < len(named)
+    torch.testing.assert_close(named, {name: tree[tuple(name.split("."))] for name in named}, rtol=0, atol=0)
 
 
 def test_one_name_of_a_tied_weight_is_enough():
@@ -197,27 +202,44 @@ def interrupt_at(count, run):
     return left <= 0
 
 
+def run_block(tree, model):
+    """Enter a block and leave it."""
+    with tree.to_module(model):
+        pass
+
+
 def test_ctrl_c_at_any_line_of_entering_and_leaving():
-    """Ctrl-C between two assignments leaves no weight of the tree in the module, alone or inside another block."""
+    """Ctrl-C between two assignments leaves no weight of the tree in the module."""
+    model = Tied()
+    before, ones = slots_of(model), zeros_of(model).apply(torch.ones_like)
+    block = partial(run_block, ones, model)
+
+    whole, more = [], True
+    while more:
+        more = interrupt_at(len(whole) + 1, block)
+        whole.append(is_untouched(model, before))
+
+    assert len(whole) >= 40
+    assert [line for line, right in enumerate(whole, 1) if not right] == []
+
+
+def test_ctrl_c_at_any_line_inside_another_block():
+    """Ctrl-C in an inner block leaves the weights of the outer one, which puts the module's own back."""
     model = Tied()
     before, zeros = slots_of(model), zeros_of(model)
-    ones = zeros.apply(torch.ones_like)
+    block = partial(run_block, zeros.apply(torch.ones_like), model)
 
-    def run():
-        with ones.to_module(model):
-            pass
-
-    count, more = 1, True
+    kept, whole, more = [], [], True
     while more:
-        more = interrupt_at(count, run)
-        assert is_untouched(model, before), count
         with zeros.to_module(model):
             bound = slots_of(model)
-            interrupt_at(count, run)
-            assert all(a is b for a, b in zip(slots_of(model).values(), bound.values(), strict=True)), count
-        assert is_untouched(model, before), count
-        count += 1
-    assert count > 40
+            more = interrupt_at(len(whole) + 1, block)
+            kept.append(all(a is b for a, b in zip(slots_of(model).values(), bound.values(), strict=True)))
+        whole.append(is_untouched(model, before))
+
+    assert len(whole) >= 40
+    assert [line for line, right in enumerate(kept, 1) if not right] == []
+    assert [line for line, right in enumerate(whole, 1) if not right] == []
 
 
 def test_blocks_write_to_neither_side():
@@ -271,7 +293,7 @@ def holding(model, tree):
         yield
 
 
-@pytest.mark.parametrize("end", [list, lambda generator: generator.close()])
+@pytest.mark.parametrize("end", [list, lambda generator: generator.close()], ids=["exhausted", "closed"])
 def test_interleaved_generators_restore_and_raise(end):
     """Blocks that are left out of order give the module its own weights back, and each exit raises."""
     model = make_mlp()
@@ -279,13 +301,14 @@ def test_interleaved_generators_restore_and_raise(end):
     first, second = holding(model, tree), holding(model[0], tree["0"])
     next(first)
     next(second)
-    for generator in (first, second):
-        with pytest.raises(
-            ConcurrencyError, match=r"left out of order; its original weights are back[\s\S]*two generators"
-        ):
-            end(generator)
+    message = r"left out of order; its original weights are back[\s\S]*two generators"
 
-        assert is_untouched(model, before)
+    with pytest.raises(ConcurrencyError, match=message):
+        end(first)
+    assert is_untouched(model, before)
+    with pytest.raises(ConcurrencyError, match=message):
+        end(second)
+    assert is_untouched(model, before)
 
 
 def test_an_error_out_of_order_is_not_hidden():

@@ -151,22 +151,34 @@ def test_training_steps_with_buffers_under_vmap_are_the_loop():
 # -- extra state --------------------------------------------------------------------------------------------------
 
 
-def test_extra_state_comes_from_the_tree_and_back():
-    """Forward runs under the tree's extra state, a copy of the module's, and its changes are returned."""
+def test_extra_state_comes_from_the_tree():
+    """Forward runs under the tree's extra state, a copy of the module's; the module's later changes do not matter."""
     model, other = WithState(), WithState()
     other.state = {"scale": 3.0}
     apply, params, buffers = functional(model)
-    out, new = apply.with_buffers(params, buffers, X)
-    _, newer = apply.with_buffers(params, new, X)
+    out = apply(params, X)
     model(X)
 
     torch.testing.assert_close(apply(params, X, buffers=functional(other)[2]), 3.0 * out)
     torch.testing.assert_close(apply(params, X), out)
-    assert new["_extra_state"] == {"scale": 2.0}
-    assert newer["_extra_state"] == {"scale": 3.0}
-    assert buffers["_extra_state"] == {"scale": 1.0}
     torch.testing.assert_close(apply(params.set("note", "text"), X, buffers=buffers), out)
-    assert Ensemble(apply)(stack_modules([WithState(), WithState()]), X).shape == (2, 5, 2)
+
+
+def test_changes_of_extra_state_are_returned():
+    """Each call returns the extra state after it, and leaves the tree's as it was."""
+    apply, params, buffers = functional(WithState())
+    _, new = apply.with_buffers(params, buffers, X)
+    _, newer = apply.with_buffers(params, new, X)
+
+    states = [tree["_extra_state"] for tree in (buffers, new, newer)]
+    assert states == [{"scale": 1.0}, {"scale": 2.0}, {"scale": 3.0}]
+
+
+def test_an_ensemble_of_modules_with_extra_state_runs():
+    """Members with extra state are called together."""
+    tree = stack_modules([WithState(), WithState()])
+
+    assert Ensemble(functional(WithState())[0])(tree, X).shape == (2, 5, 2)
 
 
 # -- ties ---------------------------------------------------------------------------------------------------------
@@ -204,26 +216,53 @@ def test_ties_survive(make, x, change):
     torch.testing.assert_close(apply(changed, x), torch.func.functional_call(model, named, (x,)))
 
 
-def test_copies_of_a_tied_weight():
-    """Equal copies of a tied weight are accepted unless that splits a gradient."""
+def tied_tree(first, second):
+    """A tree of the module `Tied` with a tensor for each of its two names."""
+    return TensorDict({"emb": {"weight": first}, "out": {"weight": second}})
+
+
+@pytest.fixture
+def tied_call():
+    """A function of one argument, the tree, and the weight of the module."""
+    apply, params, _ = functional(Tied())
+    return lambda tree: apply(tree, torch.arange(5)), params["emb", "weight"]
+
+
+@pytest.mark.parametrize("copied", [lambda w: w, torch.clone], ids=["itself", "copy"])
+def test_copies_of_a_tied_weight(copied):
+    """The weight under both names, and an equal copy of it, are accepted."""
     apply, params, _ = functional(Tied())
     weight, ids = params["emb", "weight"], torch.arange(5)
 
-    def tree(first, second):
-        return TensorDict({"emb": {"weight": first}, "out": {"weight": second}})
+    assert torch.equal(apply(tied_tree(weight, copied(weight)), ids), apply(params, ids))
 
-    expected = apply(params, ids)
-    assert torch.equal(apply(tree(weight, weight), ids), expected)
-    assert torch.equal(apply(tree(weight, weight.clone()), ids), expected)
-    views = tree(weight, weight.detach())
-    torch.testing.assert_close(torch.func.grad(lambda x: apply(views, ids).sum() * x)(torch.ones(())), expected.sum())
-    for other in (weight + 1, weight.double()):
-        with pytest.raises(TieError, match="tensors that differ"):
-            apply(tree(weight, other), ids)
+
+def test_views_of_a_tied_weight_inside_a_transform(tied_call):
+    """A detached view is accepted inside a transform of something else."""
+    call, weight = tied_call
+    views = tied_tree(weight, weight.detach())
+
+    found = torch.func.grad(lambda x: call(views).sum() * x)(torch.ones(()))
+    torch.testing.assert_close(found, call(tied_tree(weight, weight)).sum())
+
+
+@pytest.mark.parametrize("change", [lambda w: w + 1, torch.Tensor.double], ids=["values", "dtype"])
+def test_other_tensors_than_the_tied_weight_are_refused(tied_call, change):
+    """Two tensors that differ are no copies."""
+    call, weight = tied_call
+
+    with pytest.raises(TieError, match="tensors that differ"):
+        call(tied_tree(weight, change(weight)))
+
+
+def test_copies_that_split_a_gradient_are_refused(tied_call):
+    """Copies whose gradients would be split are refused, by autograd and inside a transform."""
+    call, weight = tied_call
+
     with pytest.raises(TieError, match="whose gradients would be split"):
-        apply(tree(weight.clone().requires_grad_(), weight.clone().requires_grad_()), ids)
+        call(tied_tree(weight.clone().requires_grad_(), weight.clone().requires_grad_()))
     with pytest.raises(TieError):
-        torch.func.grad(lambda t: apply(t, ids).sum())(tree(weight, weight.clone()))
+        torch.func.grad(lambda t: call(t).sum())(tied_tree(weight, weight.clone()))
 
 
 @pytest.mark.parametrize("place", range(4))

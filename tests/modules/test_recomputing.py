@@ -78,9 +78,9 @@ def test_models_of_transformers(name, reentrant, way):
     model, expected = expected_for(name, reentrant)
     apply, params, buffers = tdf.functional(model)
     loss = loss_of(apply, buffers)
+    found = [WAYS[way](loss, params).detach() for _ in range(3)]
 
-    for _ in range(3):
-        tdf.assert_close(WAYS[way](loss, params).detach(), expected.detach())
+    tdf.assert_close(tdf.stack(found), tdf.stack([expected.detach()] * 3))
 
 
 RUNS = []
@@ -161,14 +161,18 @@ def test_backward(make):
     apply, params, buffers = tdf.functional(model)
     expected = reference(model)
     other = reference_of(model, params * 0.5)
+    forwards, backwards, found = [], [], []
     for _ in range(2):
         lives = [tree.apply(lambda p: p.clone().requires_grad_()) for tree in (params, params * 0.5)]
         runs, losses = recorded(lambda lives=lives: [apply(live, X, buffers=buffers) for live in lives])
-        assert runs == 6
+        forwards.append(runs)
         runs, _ = recorded(lambda losses=losses: [loss.backward() for loss in losses])
-        assert runs == 6
-        for live, grads in zip(lives, (expected, other), strict=True):
-            tdf.assert_close(live.apply(lambda p: p.grad).detach(), grads)
+        backwards.append(runs)
+        found += [live.apply(lambda p: p.grad).detach() for live in lives]
+
+    assert forwards == [6, 6]
+    assert backwards == [6, 6]
+    tdf.assert_close(tdf.stack(found), tdf.stack([expected, other] * 2))
 
 
 def reference_of(model, params):
@@ -184,20 +188,24 @@ def test_inside_transforms(make):
     model = make().double()
     apply, params, buffers = tdf.functional(model)
     expected, other = reference(model), reference_of(model, params * 0.5)
+    many, many_buffers = tdf.stack([params, params * 0.5]), tdf.stack([buffers] * 2)
 
     def loss(params, buffers):
         return apply(params, X, buffers=buffers)
 
-    for _ in range(2):
-        runs, grads = recorded(lambda: tdf.grad(loss)(params, buffers))
-        assert runs == 6
-        tdf.assert_close(grads, expected)
-        many = tdf.stack([params, params * 0.5])
-        runs, grads = recorded(lambda: vmap(grad(loss))(many, tdf.stack([buffers] * 2)))  # noqa: B023
-        assert runs == 6
-        tdf.assert_close(grads, tdf.stack([expected, other]))
-        grads = by_backward(lambda p: vmap(loss)(p, tdf.stack([buffers] * 2)).sum(), many)
-        tdf.assert_close(grads.detach(), tdf.stack([expected, other]))
+    ways = {
+        "grad": lambda: tdf.grad(loss)(params, buffers),
+        "vmap of grad": lambda: vmap(grad(loss))(many, many_buffers),
+        "backward of vmap": lambda: by_backward(lambda p: vmap(loss)(p, many_buffers).sum(), many).detach(),
+    }
+    first, second = [{way: recorded(run) for way, run in ways.items()} for _ in range(2)]
+    both = tdf.stack([expected, other])
+
+    assert [found["grad"][0] for found in (first, second)] == [6, 6]
+    assert [found["vmap of grad"][0] for found in (first, second)] == [6, 6]
+    tdf.assert_close(tdf.stack([first["grad"][1], second["grad"][1]]), tdf.stack([expected] * 2))
+    tdf.assert_close(tdf.stack([first["vmap of grad"][1], second["vmap of grad"][1]]), tdf.stack([both] * 2))
+    tdf.assert_close(tdf.stack([first["backward of vmap"][1], second["backward of vmap"][1]]), tdf.stack([both] * 2))
 
 
 @pytest.mark.parametrize("make", NAMED.values(), ids=NAMED)
@@ -226,20 +234,21 @@ def test_buffers_are_updated_once(make):
         tdf.assert_close(new, expected)
 
 
-@pytest.mark.parametrize("way", [by_backward, lambda loss, params: tdf.grad(loss)(params)])
+@pytest.mark.parametrize("way", [by_backward, lambda loss, params: tdf.grad(loss)(params)], ids=["backward", "grad"])
 def test_weights_are_released(way):
     """After the derivative nothing holds the weights of the call."""
     apply, params, buffers = tdf.functional(HELD["not reentrant"]().double())
 
-    def call():
+    def held_by_a_call():
+        """The leaves of a call's own tree that are alive after it."""
         tree = params.clone()
         way(lambda p: apply(p, X, buffers=buffers), tree)
-        return [weakref.ref(leaf) for leaf in tree.leaves()]
-
-    for _ in range(2):
-        refs = call()
+        refs = [weakref.ref(leaf) for leaf in tree.leaves()]
+        del tree
         gc.collect()
-        assert [ref for ref in refs if ref() is not None] == []
+        return [ref for ref in refs if ref() is not None]
+
+    assert [held_by_a_call() for _ in range(2)] == [[], []]
 
 
 class Dropping(nn.Module):

@@ -164,16 +164,36 @@ KEPT = {
 }
 
 
+NAMES_OF_KEPT = {"computed": "'computed'"}
+
+
+@pytest.mark.parametrize("earlier", [0, 1], ids=["first call", "second call"])
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda apply: apply, lambda apply: torch.func.grad(lambda p, x: apply(p, x).sum())],
+    ids=["plain", "grad"],
+)
 @pytest.mark.parametrize("which", KEPT)
-def test_a_kept_weight_is_named(which):
+def test_a_kept_weight_is_named(which, wrap, earlier):
     """A cached reference to a weight, a view of one or a tensor computed from one raises at each call."""
     apply, params, _ = functional(Cached(which))
-    named = "'computed'" if which == "computed" else "'linear.weight'"
+    for _ in range(earlier):
+        with pytest.raises(LeakError):
+            apply(params, X)
 
-    for call in (apply, apply, torch.func.grad(lambda p, x: apply(p, x).sum())):
-        with pytest.raises(LeakError, match=named):
-            call(params, X)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(LeakError, match=named):
+    with pytest.raises(LeakError, match=NAMES_OF_KEPT.get(which, "'linear.weight'")):
+        wrap(apply)(params, X)
+
+
+@pytest.mark.parametrize("which", KEPT)
+def test_a_kept_weight_is_named_inside_vmap_and_autocast(which):
+    """A cached reference to a weight raises inside vmap and autocast as well."""
+    apply, params, _ = functional(Cached(which))
+
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(LeakError, match=NAMES_OF_KEPT.get(which, "'linear.weight'")),
+    ):
         torch.vmap(lambda x: apply(params, x))(X)
 
 
@@ -229,10 +249,15 @@ def test_every_operation_on_poison_raises(use):
         use(Poison.of(torch.zeros(3, 3), ("a", "b")))
 
 
-def test_metadata_of_poison_is_free():
-    """Listing a skeleton, its state dict, copies and pickles do not raise."""
-    module = functional(nn.Sequential(nn.Linear(3, 3)))[0].module
-    weight = module[0].weight
+@pytest.fixture
+def skeleton():
+    """The skeleton of a module of one linear layer."""
+    return functional(nn.Sequential(nn.Linear(3, 3)))[0].module
+
+
+def test_metadata_of_poison_is_free(skeleton):
+    """Shape, dtype, strides, device and repr of a weight in a skeleton do not raise."""
+    weight = skeleton[0].weight
 
     assert isinstance(weight, Poison)
     assert weight.shape == (3, 3)
@@ -240,11 +265,19 @@ def test_metadata_of_poison_is_free():
     assert weight.stride() == (3, 1)
     assert weight.is_cuda is False
     assert repr(weight) == "Poison(0.weight, shape=(3, 3))"
-    assert list(module.state_dict()) == [name for name, _ in module.named_parameters()] == ["0.weight", "0.bias"]
-    assert "Linear(in_features=3" in repr(module)
-    again = pickle.loads(pickle.dumps(module))
-    assert again[0].weight.path == ("0", "weight")
-    assert copy.deepcopy(module)[0].weight is weight
+
+
+def test_a_skeleton_is_listed(skeleton):
+    """The names of weights, in the state dict as well, and the repr of a skeleton do not raise."""
+    assert [name for name, _ in skeleton.named_parameters()] == ["0.weight", "0.bias"]
+    assert list(skeleton.state_dict()) == ["0.weight", "0.bias"]
+    assert "Linear(in_features=3" in repr(skeleton)
+
+
+def test_a_skeleton_is_copied(skeleton):
+    """A pickle of a skeleton keeps the path of each poison, and a deep copy keeps the poison itself."""
+    assert pickle.loads(pickle.dumps(skeleton))[0].weight.path == ("0", "weight")
+    assert copy.deepcopy(skeleton)[0].weight is skeleton[0].weight
 
 
 # -- what a call leaves behind ------------------------------------------------------------------------------------
@@ -293,20 +326,29 @@ class Scribbler(nn.Module):
         return self.bn(self.linear(x)) * self.rope
 
 
-def test_a_call_leaves_nothing_behind():
+def test_a_call_leaves_nothing_on_its_skeleton():
     """What a forward writes on its modules and their containers is gone at the next call."""
-    model = Scribbler()
-    apply, params, buffers = functional(model)
+    apply, params, buffers = functional(Scribbler())
     for _ in range(3):
         apply(params, X, buffers=buffers)
 
     assert len(apply._pool) <= 1
     assert apply._new_skeleton().module.log is not apply._new_skeleton().module.log
+    assert torch.equal(apply.with_buffers(params, buffers, X)[1]["rope"], torch.full((3,), 2.0))
+
+
+def test_a_call_leaves_nothing_on_the_module():
+    """The module that a function was made of has none of what forward writes."""
+    model = Scribbler()
+    apply, params, buffers = functional(model)
+    for _ in range(3):
+        apply(params, X, buffers=buffers)
+
     assert from_module(model)["linear", "weight"] is model.linear.weight
-    assert not any([model.memo, model.log, model.seen, model.queue, model.last])
+    written = {name: getattr(model, name) for name in ("memo", "log", "seen", "queue", "last")}
+    assert [name for name, value in written.items() if value] == []
     assert model.count.sum() == 0
     assert not hasattr(model, "late")
-    assert torch.equal(apply.with_buffers(params, buffers, X)[1]["rope"], torch.full((3,), 2.0))
 
 
 def look_and_change(self, x):
@@ -344,15 +386,15 @@ def test_children_are_put_back(name):
     assert first == second == third
 
 
-def test_a_call_that_raises_leaves_nothing_behind():
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_call_that_raises_leaves_nothing_behind(error):
     """An exception does not skip the cleaning."""
-    model, errors = Scribbler(), [KeyboardInterrupt, RuntimeError]
+    model, errors = Scribbler(), [error]
     model.register_forward_hook(lambda *_: (_ for _ in ()).throw(errors.pop()("stop")) if errors else None)
     apply, params, buffers = functional(model)
-    for error in (RuntimeError, KeyboardInterrupt):
-        with pytest.raises(error, match="stop"):
-            apply(params, X, buffers=buffers)
 
+    with pytest.raises(error, match="stop"):
+        apply(params, X, buffers=buffers)
     apply(params, X, buffers=buffers)
 
 
@@ -460,8 +502,11 @@ def test_what_forward_returns_keeps_its_weights(name):
 def test_a_cache_outside_of_the_module():
     """A method that caches a product of a weight computes it for each call."""
     apply, params, _ = functional(Memo(lambda self, x: F.linear(x, self.doubled())))
-    for scale in (1.0, 2.0, 1.0):
-        assert torch.equal(apply(params * scale, X), F.linear(X, params["linear", "weight"] * scale * 2))
+    scales = (1.0, 2.0, 1.0)
+    found = [apply(params * scale, X) for scale in scales]
+
+    expected = [F.linear(X, params["linear", "weight"] * scale * 2) for scale in scales]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_skeletons_are_used_again():
@@ -509,17 +554,24 @@ def test_the_module_may_change_and_go():
     torch.testing.assert_close(apply(params, X), expected)
 
 
-def test_a_returned_constant_is_the_callers():
+CONSTANTS = {
+    "tensor": (lambda m: m.scale, lambda x: x.mul_(10)),
+    "dict": (lambda m: m.config, lambda config: config.update(k=10.0)),
+}
+
+
+@pytest.mark.parametrize(("read", "write"), CONSTANTS.values(), ids=CONSTANTS)
+def test_a_returned_constant_is_the_callers(read, write):
     """A caller who writes to a constant that forward returned does not change the next call."""
     run = lambda self, x: (x * self.scale * self.config["k"], self.read(self))  # noqa: E731
-    pairs = [(lambda m: m.scale, lambda x: x.mul_(10)), (lambda m: m.config, lambda config: config.update(k=10.0))]
-    for read, write in pairs:
-        apply, params, _ = functional(Layer(run, scale=torch.ones(3), config={"k": 1.0}, read=read))
-        for _ in range(3):
-            out, constant = apply(params, X)
-            write(constant)
+    apply, params, _ = functional(Layer(run, scale=torch.ones(3), config={"k": 1.0}, read=read))
+    found = []
+    for _ in range(3):
+        out, constant = apply(params, X)
+        write(constant)
+        found.append(out)
 
-            assert torch.equal(out, X)
+    torch.testing.assert_close(found, [X] * 3, rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -534,7 +586,7 @@ def test_modules_of_torch_write_nothing_on_themselves():
         tables = [table for m in module.modules() for table in (m._parameters, m._buffers)]
         return own, [[(name, id(leaf)) for name, leaf in table.items()] for table in tables]
 
-    seen = set()
+    seen, written = set(), []
     for info, training in itertools.product(module_db, (True, False)):
         options = {"device": "cpu", "dtype": torch.float32, "requires_grad": False, "training": training}
         for given in info.module_inputs_func(info, **options)[:8]:
@@ -543,7 +595,9 @@ def test_modules_of_torch_write_nothing_on_themselves():
                 continue
             before = marks(module)
             module(*given.forward_input.args, **given.forward_input.kwargs)
-            assert before == marks(module), info.name
             seen.add(info.name)
+            if marks(module) != before:
+                written.append((info.name, training))
 
+    assert written == []
     assert len(seen) >= 90

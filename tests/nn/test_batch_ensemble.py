@@ -50,11 +50,11 @@ def test_linear_is_the_loop(seed, members, sizes, batch, init, bias):
         layer.bias = nn.Parameter(random.normal(random.key(seed), (members, sizes[1]), dtype=torch.float64))
     x = random.normal(random.key(seed), (members, *batch, sizes[0]), dtype=torch.float64)
     one = BatchEnsembleLinear(*sizes, None, bias=bias, init=init, dtype=torch.float64)
+    alone = [member_of(layer, i) for i in range(members)]
 
     torch.testing.assert_close(one(x), member_of(one, ...)(x))
-    for data in (x, x[:1]):
-        expected = torch.stack([member_of(layer, i)(data[min(i, len(data) - 1)]) for i in range(members)])
-        torch.testing.assert_close(layer(data), expected)
+    torch.testing.assert_close(layer(x), torch.stack([member(own) for member, own in zip(alone, x, strict=True)]))
+    torch.testing.assert_close(layer(x[:1]), torch.stack([member(x[0]) for member in alone]))
 
 
 @pytest.mark.parametrize("options", [{}, {"padding": 1, "stride": 2}, {"groups": 2, "dilation": 2, "bias": False}])
@@ -69,47 +69,97 @@ def test_convolution_is_the_loop(options):
     assert repr(member_of(layer, 0)) == repr(nn.Conv2d(4, 6, 3, **options))
 
 
-def test_no_tensor_of_members_times_weights():
-    """Forward and backward make none, in a layer and in a converted model."""
-    members, width = 16, 64
-    layer, model = BatchEnsembleLinear(width, width, members), nn.Sequential(nn.Linear(width, width), nn.ReLU())
-    for many, x in ((layer, torch.randn(1, 3, width)), (batch_ensemble(model, members, 0), torch.randn(3, width))):
-        with Largest() as seen:
-            many(x).square().sum().backward()
-        assert seen.size <= width * width < members * width * width
-        assert all(p.grad is not None for p in many.parameters())
+FEW = {
+    "layer": lambda: (BatchEnsembleLinear(64, 64, 16), torch.randn(1, 3, 64)),
+    "model": lambda: (
+        batch_ensemble(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), 16, 0),
+        torch.randn(3, 64),
+    ),
+}
 
 
-def test_initialisations_are_the_papers():
-    """Random signs; normal around 1; ones. Biases are equal at first, and members with ones are the plain layer."""
+@pytest.mark.parametrize("make", FEW.values(), ids=FEW)
+def test_no_tensor_of_members_times_weights(make):
+    """Forward and backward make none, in a layer and in a converted model; all parameters have gradients."""
+    many, x = make()
+    with Largest() as seen:
+        many(x).square().sum().backward()
+
+    assert seen.size <= 64 * 64
+    assert [name for name, p in many.named_parameters() if p.grad is None] == []
+
+
+def test_signs_are_the_papers():
+    """Scales are 1 or -1, as often; biases are equal at first."""
     torch.manual_seed(0)
-    signs, ones = (BatchEnsembleLinear(200, 100, 50, init=init) for init in ("signs", ("normal", "ones")))
-    assert set(signs.scale_in.unique().tolist()) == set(signs.scale_out.unique().tolist()) == {-1.0, 1.0}
+    signs = BatchEnsembleLinear(200, 100, 50, init="signs")
+
+    assert set(signs.scale_in.unique().tolist()) == {-1.0, 1.0}
+    assert set(signs.scale_out.unique().tolist()) == {-1.0, 1.0}
     assert abs(signs.scale_in.mean().item()) < 0.05
-    assert (ones.scale_out == 1).all()
-    assert ones.scale_in.mean().item() == pytest.approx(1, abs=0.02)
-    assert ones.scale_in.std().item() == pytest.approx(0.5, abs=0.02)
     assert (signs.bias == signs.bias[0]).all()
-    assert sum(p.numel() for p in signs.parameters()) == 200 * 100 + 50 * (200 + 100 + 100)
 
 
-def test_tabm_begins_as_the_papers():
-    """Signs in the first layer's inputs, ones elsewhere, and heads that differ."""
-    model = TabM(7, 3, 5, hidden_layer_sizes=(16, 8))
-    first, second = model.body[0], model.body[3]
+def test_normal_scales_and_ones_are_the_papers():
+    """Scales are normal around 1, or ones."""
+    torch.manual_seed(0)
+    layer = BatchEnsembleLinear(200, 100, 50, init=("normal", "ones"))
+
+    assert layer.scale_in.mean().item() == pytest.approx(1, abs=0.02)
+    assert layer.scale_in.std().item() == pytest.approx(0.5, abs=0.02)
+    assert (layer.scale_out == 1).all()
+
+
+def test_a_layer_has_one_weight_for_all_members():
+    """Parameters are one weight, and for each member its scales and biases."""
+    layer = BatchEnsembleLinear(200, 100, 50)
+
+    assert sum(p.numel() for p in layer.parameters()) == 200 * 100 + 50 * (200 + 100 + 100)
+
+
+@pytest.fixture
+def tabm():
+    """Five members of two hidden layers."""
+    return TabM(7, 3, 5, hidden_layer_sizes=(16, 8))
+
+
+def test_tabm_begins_as_the_papers(tabm):
+    """Signs in the first layer's inputs, and ones elsewhere."""
+    first, second = tabm.body[0], tabm.body[3]
 
     assert set(first.scale_in.unique().tolist()) == {-1.0, 1.0}
-    assert all((scale == 1).all() for scale in (first.scale_out, second.scale_in, second.scale_out))
-    assert "(0): BatchEnsembleLinear(7, 16, members=5, bias=True)" in repr(model)
-    assert "(heads): EnsembleLinear(8, 3, members=5, bias=True)" in repr(model)
-    assert not torch.equal(model.heads.weight[0], model.heads.weight[1])
-    assert all(0.6 < p.abs().max() * 8**0.5 <= 1 for p in model.heads.parameters())
+    assert (first.scale_out == 1).all()
+    assert (second.scale_in == 1).all()
+    assert (second.scale_out == 1).all()
+
+
+def test_heads_of_tabm_differ(tabm):
+    """Each head begins with numbers of its own, in torch's bounds of a linear layer."""
+    assert not torch.equal(tabm.heads.weight[0], tabm.heads.weight[1])
+    bounds = {name: (p.abs().max() * 8**0.5).item() for name, p in tabm.heads.named_parameters()}
+    assert [name for name, bound in bounds.items() if not 0.6 < bound <= 1] == []
+
+
+def test_layers_of_tabm_are_shown(tabm):
+    """The repr shows the layers with their members."""
+    assert "(0): BatchEnsembleLinear(7, 16, members=5, bias=True)" in repr(tabm)
+    assert "(heads): EnsembleLinear(8, 3, members=5, bias=True)" in repr(tabm)
+
+
+def test_sizes_of_tabm(tabm):
+    """Layers have the paper's default sizes, and parameters one weight for all members but those of heads."""
+    count = 7 * 16 + 5 * (7 + 16 + 16) + 16 * 8 + 5 * (16 + 8 + 8) + 5 * (8 * 3 + 3)
+
     assert [len(p) for p in TabM(3, 2).parameters()][::4] == [512] * 3 + [32]
-    assert sum(p.numel() for p in model.parameters()) == (
-        7 * 16 + 5 * (7 + 16 + 16) + 16 * 8 + 5 * (16 + 8 + 8) + 5 * (8 * 3 + 3)
-    )
-    assert model(torch.randn(4, 2, 7)).shape == (5, 4, 2, 3)
-    assert not torch.equal(*model(torch.randn(1, 7).expand(2, 7)).unbind(1))  # dropout
+    assert sum(p.numel() for p in tabm.parameters()) == count
+
+
+def test_outputs_of_tabm(tabm):
+    """Outputs have a dimension of members, and are drawn with dropout when it trains."""
+    one, other = tabm(torch.randn(1, 7).expand(2, 7)).unbind(1)
+
+    assert tabm(torch.randn(4, 2, 7)).shape == (5, 4, 2, 3)
+    assert not torch.equal(one, other)
 
 
 def test_tabm_is_the_loop():
@@ -118,12 +168,21 @@ def test_tabm_is_the_loop():
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     x = torch.randn(7, 4, dtype=torch.float64)
-    heads = [nn.Linear(5, 2).double() for _ in range(3)]
-    for i, head in enumerate(heads):
+    members = []
+    for i in range(3):
+        head = nn.Linear(5, 2).double()
         head.weight.data, head.bias.data = model.heads.weight[i], model.heads.bias[i]
-        plain = nn.Sequential(member_of(model.body[0], i), nn.ReLU(), member_of(model.body[3], i), nn.ReLU(), head)
-        torch.testing.assert_close(model(x)[i], plain(x))
+        members.append(
+            nn.Sequential(member_of(model.body[0], i), nn.ReLU(), member_of(model.body[3], i), nn.ReLU(), head)
+        )
+
+    torch.testing.assert_close(model(x), torch.stack([member(x) for member in members]))
+
+
+def test_heads_without_biases():
+    """A layer without biases is its weights."""
     layer = EnsembleLinear(5, 2, 3, bias=False)
+
     torch.testing.assert_close(layer(torch.ones(1, 5)), layer.weight.sum(-1))
 
 
@@ -149,18 +208,48 @@ def test_a_converted_model_is_the_loop(make, init):
     torch.testing.assert_close(many(x), torch.stack([member.eval()(x) for member in members]))
 
 
-def test_a_converted_model_shares_its_parameters():
-    """The count is that of the model, and for each layer its scales and biases; it is saved, copied and repeated."""
-    model = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 2, bias=False))
-    many, x = batch_ensemble(model, 4, 7), torch.randn(5, 3)
-    count = sum(p.numel() for p in model.parameters()) - 8 + 4 * (3 + 8 + 8 + 8 + 2)
+@pytest.fixture
+def plain():
+    """A model of two linear layers, the second without biases."""
+    return nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 2, bias=False))
 
-    assert sum(p.numel() for p in many.parameters()) == count
-    for again in (copy.deepcopy(many), pickle.loads(pickle.dumps(many)), batch_ensemble(model, 4, random.key(7))):
-        assert torch.equal(again(x), many(x))
-    assert not torch.equal(batch_ensemble(model, 4, 8)(x), many(x))
-    for part in (model, model[0]):
-        torch.testing.assert_close(batch_ensemble(part, 6, 7, init="ones")(x)[5], part(x))
+
+def test_a_converted_model_shares_its_parameters(plain):
+    """The count is that of the model, and for each layer its scales and biases."""
+    count = sum(p.numel() for p in plain.parameters()) - 8 + 4 * (3 + 8 + 8 + 8 + 2)
+
+    assert sum(p.numel() for p in batch_ensemble(plain, 4, 7).parameters()) == count
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda many, plain: copy.deepcopy(many),
+        lambda many, plain: pickle.loads(pickle.dumps(many)),
+        lambda many, plain: batch_ensemble(plain, 4, random.key(7)),
+    ],
+    ids=["deepcopy", "pickle", "key"],
+)
+def test_a_converted_model_is_copied_and_repeated(plain, again):
+    """A copy, a pickle and a second model of the same key give the same outputs."""
+    many, x = batch_ensemble(plain, 4, 7), torch.randn(5, 3)
+
+    assert torch.equal(again(many, plain)(x), many(x))
+
+
+def test_converted_models_of_two_seeds_differ(plain):
+    """Another seed draws other scales."""
+    x = torch.randn(5, 3)
+
+    assert not torch.equal(batch_ensemble(plain, 4, 8)(x), batch_ensemble(plain, 4, 7)(x))
+
+
+@pytest.mark.parametrize("part", [lambda model: model, lambda model: model[0]], ids=["model", "layer"])
+def test_members_with_ones_are_the_model(plain, part):
+    """A member whose scales are ones is the model, or the one layer, that was converted."""
+    model, x = part(plain), torch.randn(5, 3)
+
+    torch.testing.assert_close(batch_ensemble(model, 6, 7, init="ones")(x)[5], model(x))
 
 
 def test_tied_weights_stay_shared():

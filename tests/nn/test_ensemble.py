@@ -55,34 +55,57 @@ def test_training_seeds_come_from_the_default_generator(apply, tree):
     assert not torch.equal(outs[2], model(x))
 
 
-def test_members_train_as_they_would_alone(tree):
+def test_members_train_as_they_would_alone():
     """A step of torch.optim on the module is a step of each member's own."""
     models = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)) for _ in range(3)]
     together = EnsembleModule(tdf.functional(models[0])[0], tdf.stack_modules(models))
     x, y = torch.randn(16, 3), torch.randn(16, 1)
-    for group in ([together], models):
-        opt = torch.optim.Adam([p for model in group for p in model.parameters()], lr=0.01)
+
+    def train(parameters, forward):
+        opt = torch.optim.Adam(parameters, lr=0.01)
         for _ in range(5):
             opt.zero_grad()
-            outs = together(x) if group[0] is together else torch.stack([model(x) for model in models])
-            (outs - y).square().mean((1, 2)).sum().backward()
+            (forward() - y).square().mean((1, 2)).sum().backward()
             opt.step()
 
-    for i, model in enumerate(models):
-        for path, leaf in tdf.from_module(model).items(True, True):
-            torch.testing.assert_close(together.tree[i][path], leaf)
+    train(together.parameters(), lambda: together(x))
+    train([p for model in models for p in model.parameters()], lambda: torch.stack([model(x) for model in models]))
+
+    trained, alone = together.tree.detach(), tdf.stack_modules(models).detach()
+    assert trained.paths() == alone.paths()
+    found, expected = [{path: tree[path] for path in tree.paths()} for tree in (trained, alone)]
+    torch.testing.assert_close(found, expected)
 
 
-def test_it_is_saved_copied_and_moved(apply, tree):
-    """state_dict, deepcopy, pickle and dtypes, as of any module."""
-    model, x = EnsembleModule(apply.eval(), tree), torch.randn(5, 3)
+def loaded(model, apply, tree):
+    """Another module with the state dict of the first."""
     other = EnsembleModule(apply.eval(), tree.apply(torch.zeros_like))
     other.load_state_dict(model.state_dict())
+    return other
 
-    assert list(model.state_dict()) == [f"members.{key}" for key in tree.state_dict()]
-    for again in (other, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(again(x), model(x))
-    assert model.double()(x.double()).dtype == torch.float64
+
+@pytest.mark.parametrize(
+    "again",
+    [loaded, lambda model, *_: copy.deepcopy(model), lambda model, *_: pickle.loads(pickle.dumps(model))],
+    ids=["state_dict", "deepcopy", "pickle"],
+)
+def test_it_is_saved_and_copied(apply, tree, again):
+    """state_dict, deepcopy and pickle, as of any module."""
+    model, x = EnsembleModule(apply.eval(), tree), torch.randn(5, 3)
+
+    assert torch.equal(again(model, apply, tree)(x), model(x))
+
+
+def test_its_state_dict_has_the_keys_of_the_tree(apply, tree):
+    """Keys of the state dict are those of the tree, with a prefix."""
+    assert list(EnsembleModule(apply, tree).state_dict()) == [f"members.{key}" for key in tree.state_dict()]
+
+
+def test_it_is_moved(apply, tree):
+    """A cast changes the module and its tree, and not the tree that it was made of."""
+    model = EnsembleModule(apply.eval(), tree).double()
+
+    assert model(torch.randn(5, 3).double()).dtype == torch.float64
     assert not tree["0", "weight"].requires_grad
     assert model.tree[1].to_module(make().double()) is not None
 
@@ -206,10 +229,10 @@ def test_members_share_a_trunk():
 
     model(x).square().sum().backward()
     grads = torch.func.grad(total)(tree)
+    found = {name: parameter.grad for name, parameter in model.members.named_parameters()}
     assert model.members.get_parameter("0.weight").shape == (8, 3)
     torch.testing.assert_close(model.eval()(x), tdf.Ensemble(apply, shared="0.*")(tree, x))
-    for name, parameter in model.members.named_parameters():
-        torch.testing.assert_close(parameter.grad, grads[tuple(name.split("."))])
+    torch.testing.assert_close(found, {name: grads[tuple(name.split("."))] for name in found})
 
 
 class Heads(nn.Module):

@@ -25,20 +25,31 @@ class Batch(TensorClass):
 Pair = namedtuple("Pair", "first second")
 
 
-def test_the_result_shares_the_entries():
-    """The input is not written, entries are shared, and metadata stay."""
+@pytest.fixture
+def entries():
+    """Entries of several kinds, with a name."""
     td = TensorDict({"x": torch.randn(4, 3), "n": {"z": torch.randn(4)}, "t": "text"}, [4], names=["rows"])
-    td = td.set("w", td["x"], kind=tdf.Kind.BUFFER)
-    out = assert_pure(TensorDictModule(nn.Linear(3, 2), ["x"], [("n", "y")]), td)
+    return td.set("w", td["x"], kind=tdf.Kind.BUFFER)
+
+
+def test_the_result_shares_the_entries(entries):
+    """The input is not written, and its entries are shared with the result."""
+    out = assert_pure(TensorDictModule(nn.Linear(3, 2), ["x"], [("n", "y")]), entries)
 
     assert out.paths() == [("x",), ("n", "z"), ("n", "y"), ("w",)]
-    assert out.batch_size == td.batch_size
+    assert out["x"] is entries["x"]
+    assert out["n", "z"] is entries["n", "z"]
+    assert ("n", "y") not in entries
+
+
+def test_the_result_keeps_metadata(entries):
+    """Batch size, names, values and kinds stay."""
+    out = TensorDictModule(nn.Linear(3, 2), ["x"], [("n", "y")])(entries)
+
+    assert out.batch_size == entries.batch_size
     assert out.names == ["rows"]
     assert out["t"] == "text"
-    assert out["x"] is td["x"]
-    assert out["n", "z"] is td["n", "z"]
     assert out.kind("w") is tdf.Kind.BUFFER
-    assert ("n", "y") not in td
 
 
 def test_an_output_replaces_an_entry():

@@ -89,16 +89,16 @@ def test_a_subsequence(pair, data):
 def test_values_in_place_of_a_tree(pair, trees):
     """Called with values, in order or by keyword, a sequence returns values, but those that are thrown away."""
     (mine, other), (tree, data) = pair, trees
-    if not all(key in tree for key in mine.in_keys):
+    if not mine.in_keys or not all(key in tree for key in mine.in_keys):
         return
     values = [tree[key] for key in mine.in_keys]
     names = ["_".join(key) if isinstance(key, tuple) else key for key in mine.in_keys]
     out = other(data.clone())
     expected = [out[key] for key in other.out_keys if key != "_"]
 
-    for result in (mine(*values), mine(**dict(zip(names, values, strict=True)))) if values else ():
-        result = result if isinstance(result, tuple) else (result,)
-        torch.testing.assert_close(list(result), expected, rtol=0, atol=0)
+    in_order, by_keyword = mine(*values), mine(**dict(zip(names, values, strict=True)))
+    found = [list(result) if isinstance(result, tuple) else [result] for result in (in_order, by_keyword)]
+    torch.testing.assert_close(found, [expected, expected], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -112,18 +112,19 @@ def test_reset_parameters_recursive(seed):
             nn_of.TensorDictModule(nn.Sequential(nn.Embedding(3, 2)), ["y"], ["z"]),
         )
 
-    mine, other = make(ours), make(theirs)
-    for module in (mine, other):
+    def reset(module):
         torch.manual_seed(seed)
-        assert module.reset_parameters_recursive() is None
+        return module.reset_parameters_recursive()
 
+    mine, other = make(ours), make(theirs)
+
+    assert reset(mine) is None
+    assert reset(other) is None
     torch.testing.assert_close(mine.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
-def test_entries_that_differ_are_found():
+@pytest.mark.parametrize("other", [{"a": torch.ones(3)}, {"b": torch.zeros(3)}], ids=["value", "path"])
+def test_entries_that_differ_are_found(other):
     """The comparison of entries fails for another value, and for another path."""
-    tree = TensorDict({"a": torch.zeros(3)})
-
-    for other in (TensorDict({"a": torch.ones(3)}), TensorDict({"b": torch.zeros(3)})):
-        with pytest.raises(AssertionError):
-            assert_same_entries(tree, other)
+    with pytest.raises(AssertionError):
+        assert_same_entries(TensorDict({"a": torch.zeros(3)}), TensorDict(other))

@@ -95,11 +95,15 @@ def test_log_prob_is_that_of_the_distribution(kind, size):
     )
     data = tree_of({"m": torch.log, "s": torch.abs}, size)
     td = assert_pure(lambda td: head(td, interaction_type=kind), TensorDict({"p": data}, size))
-    expected = D.Normal(data["m"], data["s"]).log_prob(td["out", "a"])
+    found = {
+        "written": td["out", "a_log_prob"],
+        "log_prob": head.log_prob(td),
+        "log_prob of a distribution": head.log_prob(td, dist=head.get_dist(td)),
+    }
 
+    expected = D.Normal(data["m"], data["s"]).log_prob(td["out", "a"])
     assert head.out_keys == [("out", "a"), ("out", "a_log_prob")]
-    for value in (td["out", "a_log_prob"], head.log_prob(td), head.log_prob(td, dist=head.get_dist(td))):
-        torch.testing.assert_close(value, expected, rtol=0, atol=0)
+    torch.testing.assert_close(found, dict.fromkeys(found, expected), rtol=0, atol=0)
 
 
 def test_keys_keywords_and_arguments():
@@ -175,28 +179,40 @@ def test_a_sequence(kind, seed):
     torch.manual_seed(seed)
     out = mine(TensorDict({"x": x}, [6]), interaction_type=kind)
 
+    torch.testing.assert_close(dict(out.items()), dict(expected.items()), rtol=0, atol=0)
+    scores = [mine.log_prob(out), mine.log_prob(out, dist=mine[-1].get_dist(out)), mine[:].log_prob(out)]
+    torch.testing.assert_close(scores, [expected["action_log_prob"]] * 3, rtol=0, atol=0)
+
+
+def test_a_sequence_is_described():
+    """Keys and state dict of a sequence are tensordict's."""
+    layers = [nn.Linear(3, 4), nn.Linear(4, 5)]
+    mine, other = make_policy(ours, layers), make_policy(theirs, layers)
+
     assert mine.in_keys == other.in_keys
     assert mine.out_keys == other.out_keys
     assert list(mine.state_dict()) == list(other.state_dict())
-    assert {*out.keys()} == {*expected.keys()}
-    for key, value in out.items():
-        torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
-    dist = mine[-1].get_dist(out)
-    for score in (mine.log_prob(out), mine.log_prob(out, dist=dist), mine[:].log_prob(out)):
-        torch.testing.assert_close(score, expected["action_log_prob"], rtol=0, atol=0)
 
 
-def test_get_dist_chooses_values_before_the_last():
-    """The distribution is that after the earlier modules, whose values are chosen anew."""
+def test_get_dist_is_that_after_the_earlier_modules():
+    """The distribution is that of the values that the earlier modules give."""
+    layers, td = [nn.Linear(3, 4), nn.Linear(4, 5)], TensorDict({"x": torch.randn(6, 3)}, [6])
+    policy = make_policy(ours, layers)
+
+    torch.testing.assert_close(policy.get_dist(td).logits, D.Categorical(logits=layers[1](layers[0](td["x"]))).logits)
+
+
+@pytest.mark.parametrize("wrap", [lambda policy: policy, ProbabilisticTensorDictSequential], ids=["alone", "inside"])
+def test_get_dist_chooses_values_before_the_last(wrap):
+    """Values of the earlier modules are chosen anew."""
     layers, td = [nn.Linear(3, 4), nn.Linear(4, 5)], TensorDict({"x": torch.randn(6, 3)}, [6])
     policy = make_policy(ours, layers)
     known = policy(td.set("hidden", torch.zeros(6, 4)), interaction_type="random")
 
-    torch.testing.assert_close(policy.get_dist(td).logits, D.Categorical(logits=layers[1](layers[0](td["x"]))).logits)
-    for whole in (policy, ProbabilisticTensorDictSequential(policy)):
-        found = whole.get_dist(known, interaction_type="random")
-        assert not torch.equal(found.logits, policy[-1].get_dist(known).logits)
-        assert not torch.equal(found.logits, policy.get_dist(known).logits)
+    found = wrap(policy).get_dist(known, interaction_type="random")
+
+    assert not torch.equal(found.logits, policy[-1].get_dist(known).logits)
+    assert not torch.equal(found.logits, policy.get_dist(known).logits)
 
 
 def test_each_module_has_its_own_default():

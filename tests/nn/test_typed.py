@@ -2,6 +2,7 @@
 
 from typing import AnyStr, Generic
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -48,15 +49,30 @@ class Deeper(Layer):
     """It takes and returns what its base does."""
 
 
+@pytest.mark.parametrize("cls", [Layer, Deeper])
+def test_a_typed_module_has_the_classes_that_it_names(cls):
+    """The classes of the annotation are attributes, also of a class that is derived."""
+    assert cls.input_type is Question
+    assert cls.output_type is Answer
+
+
 def test_a_typed_module():
-    """It has the classes that it names, and is a module of torch."""
+    """It is a module of torch."""
     layer = Layer()
     question = Question(torch.randn(4, 3), Inner(torch.zeros(4), batch_size=[4]), batch_size=[4])
 
-    assert (Layer.input_type, Layer.output_type) == (Deeper.input_type, Deeper.output_type) == (Question, Answer)
     assert torch.equal(layer(question).y, layer.linear(question.x))
     apply, params, _ = tdf.functional(layer)
     assert_trees_equal(apply(params, question), layer(question))
+
+
+def test_keys_of_a_typed_module():
+    """Its fields are the keys that it reads and adds, and its weights those of the layer."""
+    module = Layer().as_td_module()
+
+    assert module.in_keys == ["x", ("inner", "a"), "weight"]
+    assert module.out_keys == ["y", ("inner", "a")]
+    assert list(module.state_dict()) == ["tc_module.linear.weight", "tc_module.linear.bias"]
 
 
 def test_a_typed_module_on_open_trees():
@@ -66,9 +82,6 @@ def test_a_typed_module_on_open_trees():
     td = TensorDict({"x": torch.randn(4, 3), "inner": {"a": torch.zeros(4)}, "other": torch.ones(4)}, [4])
     out = TensorDictSequential(module, TensorDictModule(torch.neg, ["y"], ["z"]))(td)
 
-    assert module.in_keys == ["x", ("inner", "a"), "weight"]
-    assert module.out_keys == ["y", ("inner", "a")]
-    assert list(module.state_dict()) == ["tc_module.linear.weight", "tc_module.linear.bias"]
     assert {*out.keys()} == {"x", "inner", "other", "y", "z"}
     assert torch.equal(out["z"], -layer.linear(td["x"]))
     assert out["inner", "a"].sum() == 4
@@ -80,10 +93,8 @@ def test_a_typed_module_on_a_lazy_stack():
     """It runs for each tree."""
     module = Layer().as_td_module()
     rows = [TensorDict({"x": torch.randn(n, 3), "inner": {"a": torch.zeros(n)}}, [n]) for n in (1, 3)]
-    out = module(tdf.lazy_stack(rows))
 
-    for tree, row in zip(out.trees, rows, strict=True):
-        assert_trees_equal(tree, module(row))
+    assert_trees_equal(list(module(tdf.lazy_stack(rows)).trees), [module(row) for row in rows])
 
 
 def test_tensors_in_place_of_a_class():

@@ -2,6 +2,7 @@
 
 import warnings
 
+import pytest
 import torch
 from torch import Size, nn
 
@@ -23,25 +24,49 @@ def test_gradients_are_read():
     assert tree.data["w"].data_ptr() == w.data_ptr()
 
 
-def test_gradients_of_trees():
-    """`torch.autograd.grad` gives trees for trees; an unused leaf is left out, or zero."""
+@pytest.fixture
+def params():
+    """Two leaves that take gradients, one of them nested."""
     w, b = torch.randn(3, requires_grad=True), torch.randn(2, requires_grad=True)
-    params = TensorDict({"w": w, "n": {"b": b}})
-    loss = (params["w"] ** 2).sum()
+    return TensorDict({"w": w, "n": {"b": b}})
 
-    found = torch.autograd.grad(loss, params, allow_unused=True, retain_graph=True)
+
+def test_gradients_of_trees(params):
+    """`torch.autograd.grad` gives a tree for a tree, without an unused leaf."""
+    found = torch.autograd.grad((params["w"] ** 2).sum(), params, allow_unused=True)
+
     assert found.paths() == [("w",)]
-    assert torch.equal(found["w"], 2 * w)
-    filled = torch.autograd.grad(loss, params, materialize_grads=True, retain_graph=True)
+    assert torch.equal(found["w"], 2 * params["w"])
+
+
+def test_gradients_of_unused_leaves(params):
+    """An unused leaf has zeros if they are asked for."""
+    filled = torch.autograd.grad((params["w"] ** 2).sum(), params, materialize_grads=True)
+
     assert torch.equal(filled["n", "b"], torch.zeros(2))
-    pair = torch.autograd.grad(loss, (params.select("w"), w), torch.tensor(1.0), retain_graph=True)
+
+
+def test_gradients_of_trees_and_tensors(params):
+    """Trees and tensors may be inputs together."""
+    pair = torch.autograd.grad((params["w"] ** 2).sum(), (params.select("w"), params["w"]), torch.tensor(1.0))
+
     assert torch.equal(pair[0]["w"], pair[1])
-    outputs, weights = params * 3, TensorDict({"n": {"b": torch.ones(2)}, "w": torch.arange(3.0)})
-    mapped, (alone,) = torch.autograd.grad(outputs, params, weights), torch.autograd.grad(params * 3, w, weights)
+
+
+def test_gradients_of_trees_of_outputs(params):
+    """A tree of outputs is weighted by a tree, whatever the order of its keys."""
+    weights = TensorDict({"n": {"b": torch.ones(2)}, "w": torch.arange(3.0)})
+    mapped, (alone,) = [torch.autograd.grad(params * 3, inputs, weights) for inputs in (params, params["w"])]
+
     assert mapped["w"].tolist() == alone.tolist() == [0, 3, 6]
     assert torch.equal(mapped["n", "b"], torch.full((2,), 3.0))
+
+
+def test_batched_gradients_of_trees(params):
+    """Weights with a batch give a batch of gradients."""
     eye = TensorDict({"w": torch.eye(3)}, [3])
     jacobian = torch.autograd.grad(params.select("w") * 2, params, eye, allow_unused=True, is_grads_batched=True)
+
     assert jacobian.batch_size == Size([3])
     assert jacobian.paths() == [("w",)]
     assert torch.equal(jacobian["w"], 2 * torch.eye(3))

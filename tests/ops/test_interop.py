@@ -46,24 +46,47 @@ def td():
 # -- from -------------------------------------------------------------------------------------------------------
 
 
-def test_from_any():
-    """Dicts, dataclasses and tuples become trees at any depth; trees, sizes and lists stay."""
-    expected = TensorDict({"a": A, "inner": {"left": A, "right": {"b": B}}}, [2])
-    nested = Pair(A, {"b": B})
-    loader = DataLoader([1], batch_size=1)
-    mixed = TensorDict.from_any((A, {"x": (1, {"y": 2}), "size": Size([3, 4]), "l": [1, 2], "d": loader}, "text"))
+NESTED = Pair(A, {"b": B})
+AS_TREE = TensorDict({"a": A, "inner": {"left": A, "right": {"b": B}}}, [2])
+SOURCES = {
+    "any": (lambda: TensorDict.from_any(Plain(A, NESTED), batch_size=[2]), AS_TREE),
+    "dataclass": (
+        lambda: TensorDict.from_dataclass(Plain(A, NESTED), auto_batch_size=True, batch_dims=1),
+        AS_TREE,
+    ),
+    "namedtuple": (lambda: TensorDict.from_namedtuple(NESTED, batch_size=[2]), AS_TREE["inner"]),
+    "tree": (lambda: TensorDict.from_any(AS_TREE), AS_TREE),
+}
 
-    assert_trees_equal(TensorDict.from_any(Plain(A, nested), batch_size=[2]), expected)
-    assert_trees_equal(TensorDict.from_dataclass(Plain(A, nested), auto_batch_size=True, batch_dims=1), expected)
-    assert_trees_equal(TensorDict.from_namedtuple(nested, batch_size=[2]), expected["inner"])
-    assert_trees_equal(TensorDict.from_any(expected), expected)
+
+@pytest.mark.parametrize(("make", "expected"), SOURCES.values(), ids=SOURCES)
+def test_from_any(make, expected):
+    """Dicts, dataclasses and tuples become trees at any depth, and trees stay."""
+    assert_trees_equal(make(), expected)
+
+
+def test_from_any_keeps_instances():
+    """A typed tree stays of its class."""
     assert type(TensorDict.from_any({"p": Point(A, batch_size=[2])})["p"]) is Point
+
+
+def test_tuples_become_trees():
+    """An element of a tuple has its place as key, at any depth."""
+    found = TensorDict.from_any((A, {"x": (1, {"y": 2})}, "text"))
+
+    assert found["0"] is A
+    assert found["1", "x", "1", "y"] == 2
+    assert found["2"] == "text"
     assert TensorDict.from_dataclass(Plain(A, (A, A)))["inner", "1"] is A
-    assert mixed["0"] is A
-    assert mixed["1", "d"] is loader
-    assert mixed["1", "x", "1", "y"] == 2
-    assert mixed["2"] == "text"
-    assert mixed["1", "size"].tolist() == [3, 4]
+
+
+def test_sizes_and_other_objects_stay():
+    """A size is a value like a list, and an object that is iterated stays itself."""
+    loader = DataLoader([1], batch_size=1)
+    found = TensorDict.from_any((A, {"size": Size([3, 4]), "l": [1, 2], "d": loader}))
+
+    assert found["1", "size"].tolist() == [3, 4]
+    assert found["1", "d"] is loader
 
 
 def test_from_dict():
@@ -77,20 +100,36 @@ def test_from_dict():
     assert TensorDict.from_dict({"a": A}, device="cpu", auto_batch_size=True).device == torch.device("cpu")
 
 
+SOURCE = {"a": torch.zeros(2, 3, 4), "n": {"b": torch.zeros(2, 3, 5), "s": "x", "e": {}}}
+
+
 def test_auto_batch_size():
     """Every tree gets the longest batch size that its entries share."""
-    source = {"a": torch.zeros(2, 3, 4), "n": {"b": torch.zeros(2, 3, 5), "s": "x", "e": {}}, "w": ["p", "q"]}
-    found = TensorDict.from_dict(source, auto_batch_size=True)
-    no_words = TensorDict.from_dict({"a": source["a"], "n": source["n"]}, auto_batch_size=True, names=["r", "c"])
-    bare = TensorDict.from_dict({"s": "x", "e": {}}, auto_batch_size=True)
+    found = TensorDict.from_dict({**SOURCE, "w": ["p", "q"]}, auto_batch_size=True)
 
     assert found.batch_size == (2,)
     assert found["n"].batch_size == (2, 3, 5)
-    assert no_words.batch_size == (2, 3)
-    assert no_words.names == ["r", "c"]
     assert found["n", "e"].batch_size == found["n"]._get("s").shape == (2, 3, 5)
+
+
+def test_auto_batch_size_with_names():
+    """Names are those of the batch size that is found."""
+    found = TensorDict.from_dict(SOURCE, auto_batch_size=True, names=["r", "c"])
+
+    assert found.batch_size == (2, 3)
+    assert found.names == ["r", "c"]
+
+
+def test_auto_batch_size_without_tensors():
+    """Entries without a size share none."""
+    bare = TensorDict.from_dict({"s": "x", "e": {}}, auto_batch_size=True)
+
     assert bare.batch_size == ()
     assert bare["e"].batch_size == ()
+
+
+def test_batch_dims():
+    """A number of batch dimensions bounds the batch size."""
     assert TensorDict.from_dict({"a": A}, batch_dims=1).batch_size == (2,)
 
 
@@ -161,8 +200,10 @@ def test_state_dict_there_and_back(flatten):
     state = TensorDict.from_module(other).state_dict(flatten=flatten)
     found = assert_pure(lambda t: t.load_state_dict(state), tree)
 
-    for name, value in other.state_dict().items():
-        assert torch.equal(found[tuple(name.split("."))], value)
+    expected = other.state_dict()
+    torch.testing.assert_close(
+        {name: found[tuple(name.split("."))] for name in expected}, dict(expected), rtol=0, atol=0
+    )
     assert found.kind(("hidden", "weight")) is Kind.PARAMETER
 
 
@@ -244,22 +285,40 @@ def test_pandas_round_trip(rows):
     assert_trees_equal(TensorDict.from_pandas(frame, separator="/"), tree)
 
 
-def test_columns_of_a_frame():
-    """Numbers become tensors of their own memory, dates, categories and lists stay values, and dtypes are cast."""
+@pytest.fixture
+def columns():
+    """A frame with columns of numbers, dates, lists, categories and numbers that may be missing."""
     frame = pd.DataFrame({"i": np.arange(2), "d": pd.to_datetime(["2020-01-01", "2021-01-01"]), "l": [[1, 2], [3]]})
     frame["c"], frame["b"] = pd.Categorical(["u", "v"]), pd.array([True, None], dtype="boolean")
     frame["f"] = pd.array([1.5, None], dtype="Float64")
-    tree = TensorDict.from_pandas(frame)
+    return frame
+
+
+def test_numbers_of_a_frame(columns):
+    """Numbers become tensors of their own memory, and a missing one is NaN."""
+    tree = TensorDict.from_pandas(columns)
     tree["i"].add_(1)
 
-    assert frame["i"].tolist() == [0, 1]
-    assert tree["d"] == [pd.Timestamp("2020-01-01"), pd.Timestamp("2021-01-01")]
-    assert tree["c"] == ["u", "v"]
-    assert tree["l"] == [[1, 2], [3]]
-    assert tree["b"] == [True, pd.NA]
+    assert columns["i"].tolist() == [0, 1]
     assert str(tree["f"].tolist()) == "[1.5, nan]"
-    assert TensorDict.from_pandas(frame[["i"]], batch_size=[], device="cpu").batch_size == Size([])
-    assert TensorDict.from_pandas(frame[["i"]], dtype=torch.float32)["i"].dtype is torch.float32
+
+
+def test_values_of_a_frame(columns):
+    """Dates, categories, lists and bools that may be missing stay values."""
+    tree = TensorDict.from_pandas(columns)
+
+    assert {key: tree[key] for key in ("d", "c", "l", "b")} == {
+        "d": [pd.Timestamp("2020-01-01"), pd.Timestamp("2021-01-01")],
+        "c": ["u", "v"],
+        "l": [[1, 2], [3]],
+        "b": [True, pd.NA],
+    }
+
+
+def test_options_of_from_pandas(columns):
+    """Columns are cast, and have the batch size that is given."""
+    assert TensorDict.from_pandas(columns[["i"]], batch_size=[], device="cpu").batch_size == Size([])
+    assert TensorDict.from_pandas(columns[["i"]], dtype=torch.float32)["i"].dtype is torch.float32
 
 
 def test_bools_that_lack_values_are_cast():
@@ -305,10 +364,8 @@ def identity(batch):
 def test_a_tree_is_a_data_set(name, collate):
     """A batch is the rows of the tree."""
     data = SETS[name]
-    batches = list(DataLoader(data, batch_size=4, collate_fn=collate))
 
-    for batch, expected in zip(batches, [data[:4], data[4:8], data[8:]], strict=True):
-        assert_trees_equal(batch, expected)
+    assert_trees_equal(list(DataLoader(data, batch_size=4, collate_fn=collate)), [data[:4], data[4:8], data[8:]])
 
 
 @pytest.mark.slow
@@ -341,8 +398,7 @@ def test_trees_among_other_things(workers, collate):
     tree, other, texts = first
 
     # Rows with the same value are put together as rows with values of their own, as `torch.stack` does.
-    assert_trees_equal(tree.exclude("t"), SETS["TensorDict"][:2].exclude("t"))
-    assert tree["t"] == ["all", "all"]
+    assert_trees_equal(tree, SETS["TensorDict"][:2].set("t", ["all", "all"]))
     assert torch.equal(other["weight"], torch.tensor([0.0, 1.0], dtype=torch.float64))
     assert type(other["more"][0]) is Point
     assert torch.equal(other["more"][0].x, SETS["TensorClass"].x[:2])
@@ -432,37 +488,58 @@ def theirs(tree):
 def test_trees_of_tensordict(tree):
     """A tree of tensordict's becomes one of ours with its batch sizes and names, wherever a dict is taken."""
     given = theirs(tree)
+    made = {
+        "constructor": TensorDict(given),
+        "from_any": TensorDict.from_any(given),
+        "entry": TensorDict({"k": given}, [2])["k"],
+        "set": TensorDict({}, [2]).set("k", given)["k"],
+        "update": TensorDict({}, [2]).update({"k": given})["k"],
+    }
 
-    for made in (
-        TensorDict(given),
-        TensorDict.from_any(given),
-        TensorDict({"k": given}, [2])["k"],
-        TensorDict({}, [2]).set("k", given)["k"],
-        TensorDict({}, [2]).update({"k": given})["k"],
-    ):
-        assert_trees_equal(made, tree.with_names(None))
-    assert all(TensorDict(given)[path] is tree[path] for path in tree.paths())
+    assert_trees_equal(made, dict.fromkeys(made, tree.with_names(None)))
+    assert [path for path in tree.paths() if made["constructor"][path] is not tree[path]] == []
 
 
-def test_trees_of_tensordict_that_are_not_plain():
-    """Non-tensor data, longer batch sizes inside, tensorclasses and lazy stacks of tensordict's are taken."""
+def test_metadata_of_tensordict():
+    """Longer batch sizes inside and names of tensordict's are taken; a device may be given."""
     inner = Incumbent({"x": torch.ones(3, 4, 2)}, [3, 4])
-    rows = [Incumbent({"x": torch.ones(n)}, [n]) for n in (1, 2)]
-    typed = incumbent_class(type("Typed", (), {"__annotations__": {"x": Tensor, "note": str, "absent": Tensor}}))
-    given = Incumbent({"n": inner, "s": "word", "r": IncumbentNonTensor[1]("p", "q", "r")}, [3])
-    tree = TensorDict(given, device="meta")
+    tree = TensorDict(Incumbent({"n": inner}, [3]), device="meta")
 
     assert tree["n"].batch_size == (3, 4)
+    assert tree.device.type == "meta"
     assert TensorDict(Incumbent({"a": torch.ones(3)}, [3], names=["row"])).names == ["row"]
+
+
+def test_values_of_tensordict():
+    """Non-tensor data of tensordict's, for the batch and for each row, is taken."""
+    tree = TensorDict(Incumbent({"s": "word", "r": IncumbentNonTensor[1]("p", "q", "r")}, [3]))
+
     assert tree["s"] == "word"
     assert tree["r"] == ["p", "q", "r"]
     assert tree[2]["r"] == "r"
-    assert tree.device.type == "meta"
+
+
+def test_tensorclasses_of_tensordict():
+    """An instance of tensordict's becomes an open tree of its fields, without the empty ones."""
+    typed = incumbent_class(type("Typed", (), {"__annotations__": {"x": Tensor, "note": str, "absent": Tensor}}))
     made = TensorDict(typed(x=torch.ones(2), note="n", absent=None, batch_size=[2]))
+
     assert list(made.keys()) == ["x", "note"]
     assert made.batch_size == (2,)
     assert made["note"] == "n"
+
+
+def test_lazy_stacks_of_tensordict():
+    """A lazy stack of tensordict's becomes one of ours."""
+    rows = [Incumbent({"x": torch.ones(n)}, [n]) for n in (1, 2)]
     lazy = TensorDict({"l": tensordict.lazy_stack(rows, 0)})["l"]
+
     assert isinstance(lazy, tdf.LazyStack)
     assert lazy.batch_size == (2, -1)
-    assert TensorDict({"x": torch.zeros(2, 2)}, [2]).at[0].set(Incumbent({"x": torch.ones(2)}))["x"].sum() == 2
+
+
+def test_rows_are_set_to_trees_of_tensordict():
+    """A tree of tensordict's is a value of `at`."""
+    made = TensorDict({"x": torch.zeros(2, 2)}, [2]).at[0].set(Incumbent({"x": torch.ones(2)}))
+
+    assert made["x"].tolist() == [[1, 1], [0, 0]]

@@ -351,33 +351,50 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("value", "error", "message"), REFUSED)
-def test_a_value_that_does_not_fit(value, error, message):
-    """The constructor and every edit name the path and both sizes."""
-    for call in (
-        lambda: TD.set(("n", "new"), value),
-        lambda: TD.update({"n": {"new": value}}),
-        lambda: TensorDict({"n": {"new": value}}, [3]),
-    ):
-        with pytest.raises(error, match=f"(?s){message}"):
-            call()
-
-
 @pytest.mark.parametrize(
-    ("call", "make", "names"),
+    "call",
     [
-        ("TensorDict", TensorDict, ("lock", "non_blocking")),
-        ("TensorDict", lambda *trees, **entries: TensorDict(*map(TensorDict, trees), **entries), ("auto_batch_size",)),
-        ("update", lambda *source, **entries: TensorDict({"a": 0.0}).update(*source, **entries), _UPDATE_OPTIONS),
+        lambda value: TD.set(("n", "new"), value),
+        lambda value: TD.update({"n": {"new": value}}),
+        lambda value: TensorDict({"n": {"new": value}}, [3]),
     ],
+    ids=["set", "update", "constructor"],
 )
-def test_options_of_tensordict_are_no_entries(call, make, names):
-    """`TensorDict(d, lock=True)` raises where tensordict takes an option; alone, a keyword is an entry."""
-    for name in names:
-        with pytest.raises(TypeError, match=rf"(?s){call}: .* '{name}' is an option.*{name}=True.*'{name}': value"):
-            make({"b": 1.0}, **{name: True})
+def test_a_value_that_does_not_fit(value, error, message, call):
+    """The constructor and every edit name the path and both sizes."""
+    with pytest.raises(error, match=f"(?s){message}"):
+        call(value)
 
-        assert make(**{name: 2.0})[name] == 2.0
-        assert make({name: 2.0})[name] == 2.0
+
+def of_trees(*trees, **entries):
+    """Call the constructor with trees instead of dicts."""
+    return TensorDict(*map(TensorDict, trees), **entries)
+
+
+def updated(*source, **entries):
+    """Call `update`."""
+    return TensorDict({"a": 0.0}).update(*source, **entries)
+
+
+OPTIONS = [
+    *[("TensorDict", TensorDict, name) for name in ("lock", "non_blocking")],
+    ("TensorDict", of_trees, "auto_batch_size"),
+    *[("update", updated, name) for name in sorted(_UPDATE_OPTIONS)],
+]
+
+
+@pytest.mark.parametrize(("call", "make", "name"), OPTIONS)
+def test_options_of_tensordict_are_no_entries(call, make, name):
+    """`TensorDict(d, lock=True)` raises where tensordict takes an option."""
+    with pytest.raises(TypeError, match=rf"(?s){call}: .* '{name}' is an option.*{name}=True.*'{name}': value"):
+        make({"b": 1.0}, **{name: True})
+
+
+@pytest.mark.parametrize(("call", "make", "name"), OPTIONS)
+def test_names_of_options_are_entries(call, make, name):
+    """A keyword alone is an entry, whatever its name, and so is a key."""
+    assert make(**{name: 2.0})[name] == 2.0
+    assert make({name: 2.0})[name] == 2.0
 
 
 # -- joins --------------------------------------------------------------------------------------------------------

@@ -53,16 +53,24 @@ def test_other_names(name):
     )
 
 
+OPTIONS = {"leaky_relu": {"negative_slope": 0.3}, "elu": {"alpha": 0.5}, "gelu": {"approximate": "tanh"}}
+
+
 @pytest.mark.parametrize("name", torch_function.ACTIVATIONS)
 def test_activations(name):
-    """An activation takes its arguments, and with `inplace` writes nothing."""
-    fn, tree = getattr(F, name), tree_of(X.clone())
-    options = {"leaky_relu": {"negative_slope": 0.3}, "elu": {"alpha": 0.5}, "gelu": {"approximate": "tanh"}}
+    """An activation takes its arguments."""
+    fn, options = getattr(F, name), OPTIONS.get(name, {})
 
-    assert_leaves(fn(tree, **options.get(name, {})), fn(X, **options.get(name, {})))
-    if name in ("relu", "elu", "silu", "hardtanh"):
-        assert_leaves(fn(tree, inplace=True), fn(X))
-        assert_leaves(tree, X)
+    assert_leaves(fn(tree_of(X.clone()), **options), fn(X, **options))
+
+
+@pytest.mark.parametrize("name", ["relu", "elu", "silu", "hardtanh"])
+def test_activations_write_nothing(name):
+    """An activation with `inplace` gives a new tree."""
+    fn, tree = getattr(F, name), tree_of(X.clone())
+
+    assert_leaves(fn(tree, inplace=True), fn(X))
+    assert_leaves(tree, X)
 
 
 Y = X.flip(0).nan_to_num()
@@ -161,27 +169,60 @@ def test_inside_transforms(name):
     assert_trees_equal(compiled(batch[0]), fn(batch[0]))
 
 
-def test_functions_by_position_and_name():
+GRID = TensorDict({"a": torch.arange(6.0).reshape(2, 3)}, [2])
+GRID_ROW = GRID.unsqueeze(0)
+SIZES = {
+    "reshape": (lambda: torch.reshape(GRID, (1, 2)), [1, 2]),
+    "unflatten": (lambda: torch.unflatten(GRID, 0, (1, 2)), [1, 2]),
+    "permute": (lambda: torch.permute(GRID_ROW, (1, 0)), [2, 1]),
+    "transpose": (lambda: torch.transpose(GRID_ROW, 0, 1), [2, 1]),
+    "squeeze": (lambda: torch.squeeze(torch.unsqueeze(GRID, 0)), [2]),
+    "flatten": (lambda: torch.flatten(GRID), [2]),
+    "broadcast_to": (lambda: torch.broadcast_to(GRID, (5, 2)), [5, 2]),
+    "masked_select": (lambda: torch.masked_select(GRID, torch.tensor([True, False])), [1]),
+    "concatenate": (lambda: torch.concatenate([GRID, GRID]), [4]),
+    "concat": (lambda: torch.concat([GRID, GRID], 0), [4]),
+    "unbind": (lambda: torch.unbind(GRID)[0], []),
+    "chunk": (lambda: torch.chunk(GRID, 2)[0], [1]),
+    "split": (lambda: torch.split(GRID, split_size_or_sections=1, dim=0)[1], [1]),
+    "rand_like": (lambda: torch.rand_like(GRID), [2]),
+    "detach": (lambda: torch.detach(GRID), [2]),
+}
+
+
+@pytest.mark.parametrize(("call", "size"), SIZES.values(), ids=SIZES)
+def test_functions_by_position_and_name(call, size):
     """A function of torch takes its arguments by position or by torch's names."""
-    tree = TensorDict({"a": torch.arange(6.0).reshape(2, 3)}, [2])
+    found = call()
+
+    assert found.batch_size == Size(size)
+    assert found["a"].shape == Size([*size, 3])
+
+
+def test_gather_by_name():
+    """`torch.gather` takes rows of every leaf."""
     index = torch.tensor([1, 1])
 
-    assert torch.equal(torch.gather(tree, dim=0, index=index)["a"], tree["a"][index])
-    assert torch.equal(torch.where(torch.tensor([True, False]), tree, 0)["a"][1], torch.zeros(3))
-    assert torch.equal(torch.where(torch.tensor([True, False]), 0, tree)["a"][0], torch.zeros(3))
-    assert torch.split(tree, split_size_or_sections=1, dim=0)[1]["a"].shape == Size([1, 3])
-    assert torch.chunk(tree, 2)[0].batch_size == Size([1])
-    assert torch.reshape(tree, (1, 2)).batch_size == torch.unflatten(tree, 0, (1, 2)).batch_size == Size([1, 2])
-    row = tree.unsqueeze(0)
-    assert torch.permute(row, (1, 0)).batch_size == torch.transpose(row, 0, 1).batch_size == Size([2, 1])
-    assert torch.squeeze(torch.unsqueeze(tree, 0)).batch_size == torch.flatten(tree).batch_size == Size([2])
-    assert torch.broadcast_to(tree, (5, 2)).batch_size == Size([5, 2])
-    assert torch.masked_select(tree, torch.tensor([True, False])).batch_size == Size([1])
-    assert torch.concatenate([tree, tree]).batch_size == torch.concat([tree, tree], 0).batch_size == Size([4])
-    assert torch.unbind(tree)[0].batch_size == Size([])
-    assert torch.clone(tree)["a"] is not tree["a"]
-    assert torch.rand_like(tree)["a"].shape == torch.detach(tree)["a"].shape == Size([2, 3])
-    assert [repr(fn(tree)) for fn in (torch.all, torch.any)] == ["False", "True"]
+    assert torch.equal(torch.gather(GRID, dim=0, index=index)["a"], GRID["a"][index])
+
+
+def test_where_with_a_number_on_either_side():
+    """`torch.where` takes a number for one of two trees, on either side."""
+    first = torch.tensor([True, False])
+
+    assert torch.where(first, GRID, 0)["a"].tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert torch.where(first, 0, GRID)["a"].tolist() == [[0, 0, 0], [3, 4, 5]]
+
+
+def test_clone_by_torch():
+    """`torch.clone` copies leaves."""
+    assert torch.clone(GRID)["a"] is not GRID["a"]
+
+
+@pytest.mark.parametrize("fn", [torch.all, torch.any])
+def test_truth_of_a_tree_by_torch(fn):
+    """`torch.all` and `torch.any` give a bool of all leaves."""
+    assert fn(GRID) is (fn is torch.any)
 
 
 OPERATORS = {

@@ -159,6 +159,6 @@ def train_torch(cls, options, params, grads, fused):
 
 
 def assert_leaves(tree, expected, **tolerance):
-    """Check each leaf, to the last bit unless a tolerance is given."""
-    for path in PATHS:
-        torch.testing.assert_close(tree[path], expected[path], **(tolerance or {"rtol": 0, "atol": 0}))
+    """Check the leaves, to the last bit unless a tolerance is given."""
+    found, wanted = [{path: each[path] for path in PATHS} for each in (tree, expected)]
+    torch.testing.assert_close(found, wanted, **(tolerance or {"rtol": 0, "atol": 0}))

@@ -121,18 +121,32 @@ def test_a_replay_refuses_memory_that_its_trace_did_not_share(opt):
         update(shared, ones_like(shared), state)
 
 
-def test_a_replay_refuses_gradients_in_the_memory_of_weights():
-    """A trace of gradients that lie apart refuses ones that a step would overwrite, and takes those side by side."""
+def replayed():
+    """A replay of gradients that lie beside weights, that takes those at a place of the same memory, and the memory."""
     x, opt = torch.ones(8), sgd(lr=0.1)
     params = TensorDict({"w": x[2:4], "v": x[4:6]})
     update = jit(lambda p, start, s: opt.update(p, p.set("w", start).set("v", start), s, donate=True))
     state = opt.init(params)
-    for start in (torch.ones(2), x[:2], x[6:]):
-        update(params, start, state)
+    run = lambda start: update(params, start, state)  # noqa: E731
+    run(torch.ones(2))
+    return run, x
 
-    for start in range(1, 6):
-        with pytest.raises(UnsupportedError, match=r"'gradient of [wv]'.* share memory"):
-            update(params, x[start : start + 2], state)
+
+@pytest.mark.parametrize("start", [0, 6])
+def test_a_replay_takes_gradients_beside_weights(start):
+    """A trace of gradients that lie apart takes those side by side with weights."""
+    run, x = replayed()
+
+    run(x[start : start + 2])
+
+
+@pytest.mark.parametrize("start", range(1, 6))
+def test_a_replay_refuses_gradients_in_the_memory_of_weights(start):
+    """A trace of gradients that lie apart refuses ones that a step would overwrite."""
+    run, x = replayed()
+
+    with pytest.raises(UnsupportedError, match=r"'gradient of [wv]'.* share memory"):
+        run(x[start : start + 2])
 
 
 def frozen():

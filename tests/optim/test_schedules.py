@@ -68,22 +68,28 @@ TORCH = {
 def test_values_are_those_of_optax(name):
     """One step at a time, all at once, under vmap and jit."""
     schedule, steps = SCHEDULES[name], torch.arange(0, 16, 3)
-    expected = torch.tensor(OPTAX[name], dtype=torch.float64)
+    found = {
+        "one step at a time": torch.stack([schedule(step) for step in steps]),
+        "at once": schedule(steps),
+        "vmap": torch.vmap(schedule)(steps),
+        "jit": tdf.jit(schedule)(steps),
+    }
 
-    torch.testing.assert_close(torch.stack([schedule(step) for step in steps]), expected, atol=1e-6, rtol=0)
-    for fn in (schedule, torch.vmap(schedule), tdf.jit(schedule)):
-        torch.testing.assert_close(fn(steps), expected, atol=1e-6, rtol=0)
+    expected = torch.tensor(OPTAX[name], dtype=torch.float64)
+    torch.testing.assert_close(found, dict.fromkeys(found, expected), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("scheduler", "schedule"), TORCH.values(), ids=TORCH)
 def test_values_are_those_of_torch(scheduler, schedule):
     """A step of the scheduler is a step of the count, in the numbers of Python's floats."""
     opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    other = scheduler(opt)
-    for step in range(16):
-        assert schedule(torch.tensor(step)).item() == pytest.approx(opt.param_groups[0]["lr"], rel=1e-12)
+    other, expected = scheduler(opt), []
+    for _ in range(16):
+        expected.append(opt.param_groups[0]["lr"])
         opt.step()
         other.step()
+
+    assert [schedule(torch.tensor(step)).item() for step in range(16)] == pytest.approx(expected, rel=1e-12)
 
 
 def test_each_member_has_its_own():
@@ -138,13 +144,22 @@ def test_reduce_on_plateau_is_that_of_torch(metrics, patience, cooldown, thresho
         opt, mode, factor=0.5, patience=patience, cooldown=cooldown, min_lr=0.1, threshold=threshold, eps=0.0
     )
     plateau = schedules.ReduceOnPlateau(0.5, patience, cooldown=cooldown, min_scale=0.1, threshold=threshold, mode=mode)
-    state = plateau.init((2,))
+    state, found, expected = plateau.init((2,)), [], []
     for metric in metrics:
         other.step(metric)
         state = plateau.update(torch.tensor([metric, 1.0]), state)
-        assert state["scale"][0].item() == pytest.approx(opt.param_groups[0]["lr"])
-    usual = vars(lr_scheduler.ReduceLROnPlateau(opt))
-    assert all(usual.get(name, value) == value for name, value in vars(schedules.ReduceOnPlateau()).items())
+        found.append(state["scale"][0].item())
+        expected.append(opt.param_groups[0]["lr"])
+
+    assert found == pytest.approx(expected)
+
+
+def test_reduce_on_plateau_has_torchs_defaults():
+    """An option that has the name of one of `ReduceLROnPlateau` has its default."""
+    usual = vars(lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)))
+    ours = vars(schedules.ReduceOnPlateau())
+
+    assert ours == {name: usual.get(name, value) for name, value in ours.items()}
 
 
 def plateau_by_hand(metrics, *, patience, threshold, mode):

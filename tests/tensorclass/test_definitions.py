@@ -19,31 +19,41 @@ V = TypeVar("V")
 # -- construction -----------------------------------------------------------------------------------------------
 
 
+class Empty(TensorClass):
+    a: Tensor | None = None
+    b: Any = None
+
+
 def test_all_empty():
-    """An instance all of whose fields are empty keeps its class and batch size."""
-
-    class Empty(TensorClass):
-        a: Tensor | None = None
-        b: Any = None
-
+    """An instance all of whose fields are empty has its batch size, and shows the fields."""
     empty = Empty(batch_size=[3])
 
     assert empty.a is None
     assert empty.b is None
     assert empty.batch_size == torch.Size([3])
-    assert type(torch.stack([empty, empty])) is Empty
-    assert empty[0].batch_size == torch.Size([])
-    assert torch.utils._pytree.tree_map(lambda x: x, empty).batch_size == torch.Size([3])
     assert repr(empty).splitlines()[:3] == ["Empty(", "    a=None,", "    b=None,"]
 
 
+def test_operations_on_all_empty():
+    """Operations on an instance all of whose fields are empty follow its class and batch size."""
+    empty = Empty(batch_size=[3])
+
+    assert type(torch.stack([empty, empty])) is Empty
+    assert empty[0].batch_size == torch.Size([])
+    assert torch.utils._pytree.tree_map(lambda x: x, empty).batch_size == torch.Size([3])
+
+
 def test_signature_and_doc():
-    """The signature and docstring of a class list its fields; a `match` binds them."""
+    """The signature and docstring of a class list its fields."""
     parameters = inspect.signature(Foo).parameters
 
     assert list(parameters) == ["x", "note", "inner", "extra", "batch_size", "device", "names"]
     assert parameters["note"].default == "plain"
     assert Inner.__doc__.startswith("Inner(y: torch.Tensor, *, batch_size=None")
+
+
+def test_a_match_binds_fields():
+    """A `match` binds fields by position and by name."""
     assert Foo.__match_args__ == ("x", "note", "inner", "extra")
     match foo():
         case Foo(x, note=note):
@@ -56,63 +66,91 @@ def test_signature_and_doc():
 # -- inheritance ------------------------------------------------------------------------------------------------
 
 
+class Uncast(TensorClass["nocast"], shadow=True):
+    x: Any
+
+
 def test_options_are_inherited():
-    """A subclass and a decorated class have the options of their base, and can turn them off."""
+    """A subclass has the options of its base or bases, beside its own."""
 
-    class Base(TensorClass["nocast"], shadow=True):
-        x: Any
-
-    class Sub(Base, frozen=True):
+    class Sub(Uncast, frozen=True):
         numel: Any = 2
 
-    class Off(Base, nocast=False):
+    assert type(Sub(1).x) is int
+    assert Sub(1).numel == 2
+    assert type(type(TensorClass)("Both", (Uncast, Inner), {})(y=torch.ones(2), x=1).x) is int
+
+
+def test_an_inherited_option_is_turned_off():
+    """A subclass can turn an option of its base off."""
+
+    class Off(Uncast, nocast=False):
         pass
+
+    assert isinstance(Off(1).x, Tensor)
+
+
+def test_a_decorated_class_has_options():
+    """The decorator gives a class its options, and returns a class of typed trees as it is."""
 
     @tensorclass(nocast=True)
     class Other:
         x: Any
 
-    assert type(Sub(1).x) is int
-    assert Sub(1).numel == 2
-    assert isinstance(Off(1).x, Tensor)
     assert type(Other(1).x) is int
-    assert type(type(TensorClass)("Both", (Base, Inner), {})(y=torch.ones(2), x=1).x) is int
     assert tensorclass(nocast=True)(Other) is Other
-    assert tensorclass(Base) is Base
+    assert tensorclass(Uncast) is Uncast
 
 
-def test_inheritance():
-    """Fields are inherited in order, also by decorated classes; one annotated again keeps its place."""
+class Base(TensorClass):
+    a: Tensor
+    b: Tensor | None = None
 
-    class Base(TensorClass):
-        a: Tensor
-        b: Tensor | None = None
+    def total(self):
+        return self.a.sum()
 
-        def total(self):
-            return self.a.sum()
 
-    class Sub(Base):
-        c: Tensor | None = None
-        b: Any = "sub"
+class Sub(Base):
+    c: Tensor | None = None
+    b: Any = "sub"
 
-        def total(self):
-            return super().total() + 1
+    def total(self):
+        return super().total() + 1
+
+
+def test_fields_are_inherited():
+    """Fields are inherited in order; one that is annotated again keeps its place."""
+    assert [f.name for f in Sub.fields()] == ["a", "b", "c"]
+    assert Sub(torch.ones(2)).b == "sub"
+
+
+def test_methods_are_inherited():
+    """An instance of a subclass is one of its base, whose methods it calls, and stays of its class."""
+    made = Sub(torch.ones(2), batch_size=[2])
+
+    assert made.total() == 3
+    assert isinstance(made, Base)
+    assert type(made[0]) is Sub
+
+
+def test_a_field_that_is_annotated_again_loses_its_default():
+    """A field is required if the subclass annotates it without a default."""
 
     class Required(Base):
         b: Tensor
+
+    with pytest.raises(TypeError, match="'b'"):
+        Required(torch.ones(2))
+
+
+def test_decorated_classes_inherit_fields():
+    """A decorated class has the fields of its decorated base."""
 
     @tensorclass
     class More(Decorated):
         more: Any = None
 
-    assert [f.name for f in Sub.fields()] == ["a", "b", "c"]
-    assert Sub(torch.ones(2)).b == "sub"
-    assert Sub(torch.ones(2)).total() == 3
-    assert isinstance(Sub(torch.ones(2)), Base)
-    assert type(Sub(torch.ones(2), batch_size=[2])[0]) is Sub
     assert More(torch.ones(2), more=3).more == 3
-    with pytest.raises(TypeError, match="'b'"):
-        Required(torch.ones(2))
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -191,39 +229,57 @@ def test_abstract_classes():
         Shape(torch.ones(1))
 
 
-def test_redefinition():
-    """Instances of a class that is defined twice work, and do not join; the message says so."""
+def define():
+    """A class that is another one each time, and always of one name."""
 
-    def define():
-        class Cell(TensorClass):
-            x: Tensor
+    class Cell(TensorClass):
+        x: Tensor
 
-        return Cell
+    return Cell
 
-    first, second = define(), define()
-    old, new = first(torch.zeros(2), batch_size=[2]), second(torch.ones(2), batch_size=[2])
 
-    assert type(torch.utils._pytree.tree_map(lambda x: x, old)) is first
-    assert type(torch.utils._pytree.tree_map(lambda x: x, new)) is second
-    assert type(second.from_tensordict(old.to_tensordict())) is second
-    lazy = [tdf.lazy_stack([each]) for each in (old, new)]
-    inside = [TensorDict({"cell": each}) for each in (old, new)]
-    for join, trees in (
-        (torch.stack, [old, new]),
-        (tdf.lazy_stack, [old, new]),
-        (torch.cat, lazy),
-        (torch.stack, inside),
-        (tdf.lazy_stack, inside),
+@pytest.fixture
+def cells():
+    """An instance of a class, and one of the class that was defined anew."""
+    return define()(torch.zeros(2), batch_size=[2]), define()(torch.ones(2), batch_size=[2])
+
+
+def test_instances_of_a_redefined_class_work(cells):
+    """Instances of a class that is defined twice keep their own."""
+    old, new = cells
+
+    assert type(torch.utils._pytree.tree_map(lambda x: x, old)) is type(old)
+    assert type(torch.utils._pytree.tree_map(lambda x: x, new)) is type(new)
+    assert type(type(new).from_tensordict(old.to_tensordict())) is type(new)
+
+
+@pytest.mark.parametrize(
+    ("join", "inside"),
+    [
+        (torch.stack, lambda each: each),
+        (tdf.lazy_stack, lambda each: each),
+        (torch.cat, lambda each: tdf.lazy_stack([each])),
+        (torch.stack, lambda each: TensorDict({"cell": each})),
+        (tdf.lazy_stack, lambda each: TensorDict({"cell": each})),
+    ],
+    ids=["stack", "lazy_stack", "cat of lazy stacks", "stack of trees", "lazy_stack of trees"],
+)
+def test_instances_of_a_redefined_class_do_not_join(cells, join, inside):
+    """Instances of a class that is defined twice do not join; the message says so."""
+    with pytest.raises(
+        TreeStructureError, match=r"Cell\b.*\n.*Cell\b.*\n.*Cell was defined twice.*Cell.from_tensordict"
     ):
-        with pytest.raises(
-            TreeStructureError, match=r"Cell\b.*\n.*Cell\b.*\n.*Cell was defined twice.*Cell.from_tensordict"
-        ):
-            join(trees)
-    second.__module__ = "elsewhere"
+        join([inside(each) for each in cells])
+
+
+def test_classes_of_one_name_in_two_modules(cells):
+    """Two classes of one name are told apart by their modules."""
+    type(cells[1]).__module__ = "elsewhere"
+
     with pytest.raises(
         TreeStructureError, match=r"two classes are called Cell, one of .*test_definitions and one of else"
     ):
-        torch.stack([old, new])
+        torch.stack(cells)
 
 
 def test_main_module(capfd):
@@ -259,20 +315,36 @@ class Counting(TensorClass):
         return super().__post_init__().replace(total=self.x.sum(-1))
 
 
-def test_post_init_runs_in_the_constructor_only():
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda made: made[0],
+        lambda made: torch.stack([made, made]),
+        lambda made: made.set("x", torch.zeros(3)),
+        lambda made: made.replace(x=torch.zeros(3, 2)),
+        lambda made: Counting.from_tensordict(made.to_tensordict()),
+        lambda made: torch.utils._pytree.tree_map(lambda x: x, made),
+        copy.deepcopy,
+    ],
+    ids=["index", "stack", "set", "replace", "from_tensordict", "pytree", "deepcopy"],
+)
+def test_post_init_runs_in_the_constructor_only(operation):
     """No operation, copy or conversion runs `__post_init__` again."""
     Counting.calls.clear()
-    made = Counting(torch.ones(3, 2), batch_size=[3])
-    others = (made[0], made.replace(x=torch.zeros(3, 2)), torch.stack([made, made]), made.set("x", torch.zeros(3)))
-    again = Counting.from_tensordict(made.to_tensordict())
-    mapped = torch.utils._pytree.tree_map(lambda x: x, made)
-    copied = copy.deepcopy(made)
+    operation(Counting(torch.ones(3, 2), batch_size=[3]))
 
     assert len(Counting.calls) == 1
+
+
+def test_what_post_init_made_stays():
+    """A value that `__post_init__` made stays when another field is replaced, and in copies."""
+    made = Counting(torch.ones(3, 2), batch_size=[3])
+
     assert made.total.tolist() == [2, 2, 2]
-    assert others[1].total.tolist() == [2, 2, 2]
-    for other in (again, mapped, copied):
-        assert_trees_equal(other, made)
+    assert made.replace(x=torch.zeros(3, 2)).total.tolist() == [2, 2, 2]
+    assert_trees_equal(Counting.from_tensordict(made.to_tensordict()), made)
+    assert_trees_equal(torch.utils._pytree.tree_map(lambda x: x, made), made)
+    assert_trees_equal(copy.deepcopy(made), made)
 
 
 def test_post_init_may_return_nothing():

@@ -116,13 +116,14 @@ def test_a_path_into_an_empty_field(edit):
     assert torch.equal(made.inner.y, ROWS)
 
 
-def test_a_path_into_an_empty_open_field():
-    """A path into an empty field that may hold any tree makes an open one, also with `nocast`."""
-    raw = type("Raw", (TensorClass["nocast"],), {"__annotations__": {"extra": Any}})
+RAW = type("Raw", (TensorClass["nocast"],), {"__annotations__": {"extra": Any}})
 
-    for empty in (foo(), raw(None, batch_size=[4])):
-        assert type(empty.set(("extra", "a", "b"), ROWS).extra["a"]) is TensorDict
-        assert type(empty.update({("extra", "a"): ROWS}).extra) is TensorDict
+
+@pytest.mark.parametrize("make", [foo, lambda: RAW(None, batch_size=[4])], ids=["cast", "nocast"])
+def test_a_path_into_an_empty_open_field(make):
+    """A path into an empty field that may hold any tree makes an open one, also with `nocast`."""
+    assert type(make().set(("extra", "a", "b"), ROWS).extra["a"]) is TensorDict
+    assert type(make().update({("extra", "a"): ROWS}).extra) is TensorDict
 
 
 @pytest.mark.parametrize(
@@ -165,20 +166,39 @@ def test_from_a_lazy_stack():
     assert type(type(made).from_dataclass(Plain(torch.zeros(3), None), batch_size=[3])) is Foo
 
 
+@pytest.fixture
+def nested():
+    """A nested tensor of rows of two lengths."""
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors():
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: Foo(x, batch_size=[2]),
+        lambda x: Foo(x, batch_size=[2]).set("x", x),
+        lambda x: Foo(x, batch_size=[2]).replace(x=x),
+        lambda x: Foo.from_tensordict(TensorDict({"x": x}, [2])),
+    ],
+    ids=["constructor", "set", "replace", "from_tensordict"],
+)
+def test_nested_tensors(make, nested):
     """A nested tensor, whose shape cannot be asked for, is taken as a value."""
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+    assert make(nested).x is nested
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_operations_on_nested_tensors(nested):
+    """An operation of instances is torch's on their nested tensors."""
     made = Foo(nested, batch_size=[2])
 
-    for each in (
-        made,
-        made.set("x", nested),
-        made.replace(x=nested),
-        Foo.from_tensordict(TensorDict({"x": nested}, [2])),
-    ):
-        assert each.x is nested
     assert [x.tolist() for x in (made + made).x.unbind()] == [[2, 2], [2, 2, 2]]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_of_another_length_is_refused(nested):
+    """The rows of a nested tensor are those of the batch."""
     with pytest.raises(tdf.BatchSizeError, match=r"(?s)'Foo.x'.*\[3\].*\[2, -1\]"):
         Foo(nested, batch_size=[3])
 
@@ -210,16 +230,30 @@ class Plain:
     inner: Any
 
 
-def test_dataclass_protocol():
-    """A dataclass becomes an instance; `dataclasses` and `copy` work on instances and keep their batch size."""
+def test_a_dataclass_becomes_an_instance():
+    """`from_dataclass` takes the values of the fields."""
+    assert Foo.from_dataclass(Plain(torch.zeros(3), None), batch_size=[3]).x.shape == (3,)
+
+
+def test_dataclasses_read_instances():
+    """`fields` and `asdict` of `dataclasses` work on instances."""
+    assert [f.name for f in dataclasses.fields(foo())] == ["x", "note", "inner", "extra"]
+    assert dataclasses.asdict(foo())["inner"].keys() == {"y"}
+
+
+def test_dataclasses_replace_values():
+    """`dataclasses.replace` changes a value and keeps batch size and names."""
     made = foo().with_names(["row"])
     replaced = dataclasses.replace(made, note="new")
 
-    assert Foo.from_dataclass(Plain(torch.zeros(3), None), batch_size=[3]).x.shape == (3,)
-    assert [f.name for f in dataclasses.fields(made)] == ["x", "note", "inner", "extra"]
-    assert dataclasses.asdict(made)["inner"].keys() == {"y"}
     assert replaced.note == "new"
     assert replaced.batch_size == made.batch_size
     assert replaced.names == ["row"]
     assert made.__replace__(note="new").note == "new"
+
+
+def test_a_copy_is_the_instance():
+    """An instance, which no one can change, is its own copy."""
+    made = foo()
+
     assert copy.copy(made) is made

@@ -94,19 +94,24 @@ OPTIONS = [
 ]
 
 
+def described(value):
+    """Type, dtype and content of any value."""
+    return [type(value), getattr(value, "dtype", None), value.tolist() if hasattr(value, "tolist") else value]
+
+
 @pytest.mark.parametrize(("cls", "name", "given", "expected"), OPTIONS)
 def test_options(cls, name, given, expected):
     """The options of a class choose what a value becomes, in the constructor, `set`, `update` and `replace`."""
     made = cls(**{name: given}, batch_size=[3])
+    ways = {
+        "constructor": made,
+        "set": made.set(name, given),
+        "update": made.update({name: given}),
+        "replace": made.replace(**{name: given}),
+    }
 
-    for each in (made, made.set(name, given), made.update({name: given}), made.replace(**{name: given})):
-        value = getattr(each, name)
-        assert type(value) is type(expected)
-        if isinstance(expected, Tensor | np.ndarray):
-            np.testing.assert_array_equal(value, expected)
-            assert value.dtype == expected.dtype
-        else:
-            assert value == expected
+    found = {way: described(getattr(each, name)) for way, each in ways.items()}
+    assert found == dict.fromkeys(ways, described(expected))
 
 
 def test_values_that_are_nodes():
@@ -161,15 +166,26 @@ class Dicts(TensorClass):
     tree: TensorDict | None = None
 
 
-def test_dicts():
-    """A dict stays a dict, except in a field that is annotated with a class of trees."""
-    given = {"a": 1, "b": torch.ones(2)}
-    made = Dicts(given, given, given, batch_size=[2])
+DICT = {"a": 1, "b": torch.ones(2)}
 
-    for each in (made, made.set("anything", given), made.replace(anything=given), made.update({"anything": given})):
-        assert each.meta is each.anything is each[0].meta is given
-        assert type(each.tree) is TensorDict
-        assert each[0].tree["b"] == 1
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda made: made,
+        lambda made: made.set("anything", DICT),
+        lambda made: made.replace(anything=DICT),
+        lambda made: made.update({"anything": DICT}),
+    ],
+    ids=["constructor", "set", "replace", "update"],
+)
+def test_dicts(edit):
+    """A dict stays a dict, except in a field that is annotated with a class of trees."""
+    made = edit(Dicts(DICT, DICT, DICT, batch_size=[2]))
+
+    assert made.meta is made.anything is made[0].meta is DICT
+    assert type(made.tree) is TensorDict
+    assert made[0].tree["b"] == 1
 
 
 @pytest.mark.parametrize("cls", [Default, NoCast])
@@ -201,15 +217,19 @@ class PlainInner:
     ],
     ids=["dict", "tree", "tree without batch", "dataclass", "instance"],
 )
-def test_annotated_classes(given):
+@pytest.mark.parametrize(
+    "edit",
+    [lambda made, _: made, lambda made, x: made.set("inner", x), lambda made, x: made.replace(inner=x)],
+    ids=["constructor", "set", "replace"],
+)
+def test_annotated_classes(given, edit):
     """What is given for a field becomes an instance of the class that the field is annotated with."""
-    made = Only(torch.zeros(2), given, batch_size=[2])
+    inner = edit(Only(torch.zeros(2), given, batch_size=[2]), given).inner
 
-    for inner in (made.inner, made.set("inner", given).inner, made.replace(inner=given).inner):
-        assert type(inner) is Inner
-        assert inner.batch_size == torch.Size([2])
-        assert torch.equal(inner.y, torch.ones(2))
-        assert inner.note == "inner"
+    assert type(inner) is Inner
+    assert inner.batch_size == torch.Size([2])
+    assert torch.equal(inner.y, torch.ones(2))
+    assert inner.note == "inner"
 
 
 class Failing(TensorClass):
@@ -227,16 +247,29 @@ class Deep(TensorClass):
     failing: Failing | None = None
 
 
-def test_unions_with_one_class():
+@pytest.mark.parametrize(
+    "given",
+    [{"y": torch.ones(2)}, TensorDict({"y": torch.ones(2)}), PlainInner(torch.ones(2), "n")],
+    ids=["dict", "tree", "dataclass"],
+)
+def test_unions_with_one_class(given):
     """A union with one class of typed trees makes that class of dicts, trees and dataclasses."""
-    for given in ({"y": torch.ones(2)}, TensorDict({"y": torch.ones(2)}), PlainInner(torch.ones(2), "n")):
-        made = Deep(either=given, batch_size=[2])
+    made = Deep(either=given, batch_size=[2])
 
-        assert type(made.either) is Inner
-        assert type(Deep.from_tensordict(made.to_tensordict()).either) is Inner
-        assert type(Deep(batch_size=[2]).replace(either=given).either) is Inner
+    assert type(made.either) is Inner
+    assert type(Deep.from_tensordict(made.to_tensordict()).either) is Inner
+    assert type(Deep(batch_size=[2]).replace(either=given).either) is Inner
+
+
+def test_tensors_in_unions_with_one_class():
+    """A union with one class of typed trees and tensors leaves a tensor as it is."""
     assert type(Deep(either=torch.ones(2)).either) is Tensor
+
+
+def test_lazy_stacks_in_unions_with_one_class():
+    """A union with one class of typed trees makes a stack of that class of a lazy stack."""
     rows = lazy_stack([TensorDict({"y": torch.ones(n)}) for n in (1, 2)])
+
     assert isinstance(Deep(either=rows, batch_size=[2]).either, Inner)
 
 
@@ -276,17 +309,27 @@ class Shaped(TensorClass):
 
 
 @pytest.mark.parametrize("cls", [Shaped, annotated.Shaped])
+def test_rows_of_jaxtyping_have_fewer_dimensions(cls):
+    """An annotation that begins with the batch holds for a row."""
+    assert cls(torch.zeros(4, 5, 3), batch_size=[4])[0].points.shape == (5, 3)
+
+
+@pytest.mark.parametrize("cls", [Shaped, annotated.Shaped])
 @pytest.mark.parametrize(
     "wrong", [torch.zeros(4, 5, 2), torch.zeros(4, 5, 3, dtype=torch.int64), torch.zeros(4), "text"], ids=str
 )
-def test_jaxtyping(cls, wrong):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda cls, points: cls(points, batch_size=[4]),
+        lambda cls, points: cls(torch.zeros(4, 5, 3), batch_size=[4]).replace(points=points),
+    ],
+    ids=["constructor", "replace"],
+)
+def test_jaxtyping(cls, wrong, make):
     """A value of another dtype, number of dimensions or size is refused, in the constructor and in edits."""
-    made = cls(torch.zeros(4, 5, 3), batch_size=[4])
-
-    assert made[0].points.shape == (5, 3)
-    for call in (lambda: cls(wrong, batch_size=[4]), lambda: made.replace(points=wrong)):
-        with pytest.raises(LeafMismatchError, match=rf"(?s)'{cls.__name__}.points'.*'\*batch n 3'"):
-            call()
+    with pytest.raises(LeafMismatchError, match=rf"(?s)'{cls.__name__}.points'.*'\*batch n 3'"):
+        make(cls, wrong)
 
 
 EDITS = {
@@ -297,17 +340,30 @@ EDITS = {
 }
 
 
+POINTS, MASK = torch.zeros(4, 6, 3), torch.ones(4, 6).bool()
+
+
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_jaxtyping_axes_agree(edit):
+def test_jaxtyping_axes_change_together(edit):
+    """An edit of all fields that have an axis, or of the only one with a value, may give it another size."""
+    made = Shaped(torch.zeros(4, 5, 3), torch.ones(4, 5).bool(), batch_size=[4])
+
+    assert edit(made, points=POINTS, mask=MASK).mask.shape == (4, 6)
+    assert edit(made.replace(mask=None), points=POINTS).points.shape == (4, 6, 3)
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+@pytest.mark.parametrize(
+    "values",
+    [{"points": POINTS}, {"mask": MASK}, {"points": POINTS, "mask": torch.ones(4, 7).bool()}],
+    ids=["points", "mask", "both"],
+)
+def test_jaxtyping_axes_agree(edit, values):
     """An axis has one size in all fields of an instance, also after an edit of some of them."""
     made = Shaped(torch.zeros(4, 5, 3), torch.ones(4, 5).bool(), batch_size=[4])
-    points, mask = torch.zeros(4, 6, 3), torch.ones(4, 6).bool()
 
-    assert edit(made, points=points, mask=mask).mask.shape == (4, 6)
-    assert edit(made.replace(mask=None), points=points).points.shape == (4, 6, 3)
-    for values in ({"points": points}, {"mask": mask}, {"points": points, "mask": torch.ones(4, 7).bool()}):
-        with pytest.raises(LeafMismatchError, match=r"'Shaped.(points|mask)'(.|\n)*of shape \[4, "):
-            edit(made, **values)
+    with pytest.raises(LeafMismatchError, match=r"'Shaped.(points|mask)'(.|\n)*of shape \[4, "):
+        edit(made, **values)
 
 
 class Symbolic(TensorClass):
@@ -315,21 +371,32 @@ class Symbolic(TensorClass):
     nodes: Float[Tensor, "n"] | None = None  # noqa: F821
 
 
-def test_jaxtyping_expressions():
-    """An axis that is an expression is checked where another field gives its variable."""
-    made = Symbolic(torch.zeros(4), torch.zeros(3))
+def symbolic():
+    """An instance whose fields agree."""
+    return Symbolic(torch.zeros(4), torch.zeros(3))
 
-    assert made.replace(edges=torch.ones(4)).edges.sum() == 4
-    assert made.replace(edges=torch.ones(6), nodes=torch.ones(5)).nodes.sum() == 5
+
+def test_jaxtyping_expressions():
+    """An axis that is an expression may have any size that agrees with its variable, or without it."""
+    assert symbolic().replace(edges=torch.ones(4)).edges.sum() == 4
+    assert symbolic().replace(edges=torch.ones(6), nodes=torch.ones(5)).nodes.sum() == 5
     assert Symbolic(torch.zeros(9)).nodes is None
-    for wrong in (
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
         lambda: Symbolic(torch.zeros(5), torch.zeros(3)),
-        lambda: made.replace(edges=torch.zeros(5)),
-        lambda: made.set("edges", torch.zeros(5)),
-        lambda: made.replace(nodes=torch.zeros(5)),
-    ):
-        with pytest.raises(LeafMismatchError, match=r"(?s)'Symbolic.edges'.*'n\+1'"):
-            wrong()
+        lambda: symbolic().replace(edges=torch.zeros(5)),
+        lambda: symbolic().set("edges", torch.zeros(5)),
+        lambda: symbolic().replace(nodes=torch.zeros(5)),
+    ],
+    ids=["constructor", "replace edges", "set edges", "replace nodes"],
+)
+def test_jaxtyping_expressions_are_checked(wrong):
+    """An axis that is an expression is checked where another field gives its variable."""
+    with pytest.raises(LeafMismatchError, match=r"(?s)'Symbolic.edges'.*'n\+1'"):
+        wrong()
 
 
 def test_jaxtyping_inside_checked_functions():
@@ -372,33 +439,55 @@ class Defaults(TensorClass):
 
 
 def test_defaults():
-    """Defaults are made for each instance; some fields are given by name only, or not at all."""
+    """A field without a value has its default."""
+    made = Defaults(torch.ones(2), batch_size=[2])
+
+    found = {name: getattr(made, name) for name in ("note", "entries", "fixed", "late", "stamp", "blank")}
+    assert found == {
+        "note": "plain",
+        "entries": ["a", "b"],
+        "fixed": "fixed",
+        "late": "late",
+        "stamp": "now",
+        "blank": None,
+    }
+
+
+def test_defaults_are_made_for_each_instance():
+    """A `default_factory` is called for each instance."""
     one, two = (Defaults(torch.ones(2), batch_size=[2]) for _ in range(2))
 
-    assert one.note == "plain"
-    assert one.entries == ["a", "b"]
-    assert one.fixed == "fixed"
-    assert one.late == "late"
-    assert one.stamp == "now"
-    assert one.blank is None
     assert one.made is not two.made
+
+
+def test_some_fields_are_given_by_name_only():
+    """A field with `kw_only` is taken by name and not by position."""
     assert Defaults(torch.ones(2), "given", late="l").late == "l"
-    with pytest.raises(TypeError, match="'fixed'"):
-        Defaults(torch.ones(2), fixed="other")
     with pytest.raises(TypeError, match="positional"):
         Defaults(torch.ones(2), "a", [], torch.zeros(2), "late")
+
+
+def test_some_fields_are_not_given():
+    """A field with `init=False` is no argument."""
+    with pytest.raises(TypeError, match="'fixed'"):
+        Defaults(torch.ones(2), fixed="other")
+
+
+@pytest.mark.parametrize("read", [Inner.__dict__["note"], Only.__dict__["value"]], ids=["note", "value"])
+def test_cloudpickle_copies_fields(read):
+    """A field of a class that a script defines is copied as a field that reads the same."""
+    copy = pickle.loads(pickle.dumps(read))
+
+    assert type(copy) is type(read) is Field
+    assert copy._made_from == read._made_from
+    assert copy.fget.__name__ == read.fget.__name__
 
 
 def test_what_cloudpickle_copies_of_a_class():
     """What cloudpickle copies of a class that a script defines works, and finds the class that is here."""
     inner = Inner(torch.ones(2), batch_size=[2])
     stack = lazy_stack([inner, inner])
-    for read in (Inner.__dict__["note"], Only.__dict__["value"]):
-        copy = pickle.loads(pickle.dumps(read))
 
-        assert type(copy) is type(read) is Field
-        assert copy._made_from == read._made_from
-        assert copy.fget.__name__ == read.fget.__name__
     assert pickle.loads(pickle.dumps(Inner.__dict__["y"])).fget(inner) is inner.y
     # The one copy of the class that is here keeps its class of stacks.
     assert pickle.loads(pickle.dumps(Inner.__dict__["_stack_class"])).made is type(stack)

@@ -80,26 +80,50 @@ PUBLIC = [
 ]
 
 
-def test_shadowed_names():
-    """A field may have the name of any method: operations reach the method in another way."""
+@pytest.fixture(scope="module")
+def shadowed():
+    """An instance whose fields have the names of all methods; each holds the place of its name in `PUBLIC`."""
     namespace = {"__annotations__": dict.fromkeys(PUBLIC, Tensor), "__module__": __name__}
     cls = type(TensorClass)("Shadowed", (TensorClass["shadow"],), namespace)
-    made = cls(*(torch.full((2, 3), float(i)) for i in range(len(PUBLIC))), batch_size=[2, 3])
-    stacked = torch.stack([made, made])[0]
+    return cls(*(torch.full((2, 3), float(i)) for i in range(len(PUBLIC))), batch_size=[2, 3])
 
-    assert made.reshape.sum() == 6 * PUBLIC.index("reshape")
-    assert type(stacked) is cls
-    assert TensorDict({"m": made}, [2, 3]).tolist(convert_tensors=True)[1][2]["m"]["get"] == PUBLIC.index("get")
-    assert torch.equal(stacked.keys, made.keys)
-    assert torch.reshape(made, (6,)).replace.shape == (6,)
-    assert (made * 2 + made).sum.sum() == 18 * PUBLIC.index("sum")
-    assert torch.vmap(lambda t: t + 1)(made).is_shared.shape == (2, 3)
-    assert made.__replace__(set=torch.zeros(2, 3)).set.sum() == 0
-    assert "is_shared=Tensor(shape=torch.Size([2, 3])" in repr(made)
-    assert torch.addcmul(made, made, made).get.sum() == torch.addcmul(*[made.get] * 3).sum()
-    assert torch.addcdiv(made, made, made + 1).get.sum() == torch.addcdiv(made.get, made.get, made.get + 1).sum()
-    assert torch.quantile(made, 0.5, 1).get.shape == (2,)
-    assert torch.utils._pytree.tree_map(lambda x: x + 1, made).get.sum() == 6 * (PUBLIC.index("get") + 1)
+
+def test_shadowed_names(shadowed):
+    """A field may have the name of any method: it is read, shown and replaced by its name."""
+    assert shadowed.reshape.sum() == 6 * PUBLIC.index("reshape")
+    assert shadowed.__replace__(set=torch.zeros(2, 3)).set.sum() == 0
+    assert "is_shared=Tensor(shape=torch.Size([2, 3])" in repr(shadowed)
+    rows = TensorDict({"m": shadowed}, [2, 3]).tolist(convert_tensors=True)
+    assert rows[1][2]["m"]["get"] == PUBLIC.index("get")
+
+
+def test_stacks_of_shadowed_names(shadowed):
+    """A stack of instances, and its rows, reach the methods in another way."""
+    stacked = torch.stack([shadowed, shadowed])[0]
+
+    assert type(stacked) is type(shadowed)
+    assert torch.equal(stacked.keys, shadowed.keys)
+
+
+def test_arithmetic_of_shadowed_names(shadowed):
+    """Operators and torch's pointwise functions reach the methods in another way."""
+    x = shadowed.get
+
+    assert (shadowed * 2 + shadowed).sum.sum() == 18 * PUBLIC.index("sum")
+    assert torch.addcmul(shadowed, shadowed, shadowed).get.sum() == torch.addcmul(x, x, x).sum()
+    assert torch.addcdiv(shadowed, shadowed, shadowed + 1).get.sum() == torch.addcdiv(x, x, x + 1).sum()
+
+
+def test_shapes_of_shadowed_names(shadowed):
+    """Torch's functions of shapes and of dimensions reach the methods in another way."""
+    assert torch.reshape(shadowed, (6,)).replace.shape == (6,)
+    assert torch.quantile(shadowed, 0.5, 1).get.shape == (2,)
+
+
+def test_transforms_of_shadowed_names(shadowed):
+    """`vmap` and torch's pytrees reach the methods in another way."""
+    assert torch.vmap(lambda t: t + 1)(shadowed).is_shared.shape == (2, 3)
+    assert torch.utils._pytree.tree_map(lambda x: x + 1, shadowed).get.sum() == 6 * (PUBLIC.index("get") + 1)
 
 
 def test_shadowed_names_of_lazy_stacks():
@@ -121,26 +145,31 @@ def test_shadowed_names_of_lazy_stacks():
     ]
 
 
+class Sample(TensorClass):
+    data: Tensor
+    nested: Tensor | None = None
+    kind: str = "a"
+    leaves: Tensor | None = None
+    paths: list | None = None
+    summary: str = ""
+
+
 def test_common_names_of_fields():
     """Fields may have some names of methods without `shadow`, and the methods stay in reach."""
-
-    class Sample(TensorClass):
-        data: Tensor
-        nested: Tensor | None = None
-        kind: str = "a"
-        leaves: Tensor | None = None
-        paths: list | None = None
-        summary: str = ""
-
     made = Sample(X, kind="b", batch_size=[2, 3])
-    stack = tdf.lazy_stack([Sample(x, x, batch_size=[len(x)]) for x in (torch.ones(2), torch.zeros(3))])
 
     assert made.data is X
     assert made[0].kind == "b"
-    assert stack.kind == ["a", "a"]
     assert TensorClass.paths(made) == [("data",)]
     assert torch.equal(torch.stack([made, made]).flatten(0, 2).data, torch.cat([X.flatten(0, 1)] * 2))
     assert torch.equal((made * 2).detach().data, X * 2)
+
+
+def test_common_names_of_fields_in_lazy_stacks():
+    """A lazy stack has fields with some names of its methods, which stay in reach."""
+    stack = tdf.lazy_stack([Sample(x, x, batch_size=[len(x)]) for x in (torch.ones(2), torch.zeros(3))])
+
+    assert stack.kind == ["a", "a"]
     assert [len(part) for part in stack.nested] == [2, 3]
     assert LazyStack.nested(stack)["nested"].is_nested
     assert stack.pad().nested.tolist() == [[1, 1, 0], [0, 0, 0]]

@@ -33,36 +33,50 @@ def td():
         (nn.Parameter(torch.zeros(3)), torch.float32, (3,)),
     ],
 )
-def test_values_that_become_tensors(td, value, dtype, shape):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda td, value: td.set("new", value),
+        lambda td, value: TensorDict({"new": value}, [3]),
+        lambda td, value: td.update({"new": value}),
+    ],
+    ids=["set", "constructor", "update"],
+)
+def test_values_that_become_tensors(td, value, dtype, shape, make):
     """A number, list or array has one dtype and shape, in the constructor and in edits."""
-    for new in (td.set("new", value), TensorDict({"new": value}, [3]), td.update({"new": value})):
-        assert new["new"].dtype is dtype
-        assert new["new"].shape == Size(shape)
+    new = make(td, value)["new"]
+
+    assert new.dtype is dtype
+    assert new.shape == Size(shape)
 
 
-def test_values_that_stay_values(td):
+THING = object()
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["x", THING, [["a"], ["b", "c"], "d"], [1, "x", None]],
+    ids=["text", "object", "lists of each row", "values of each row"],
+)
+def test_values_that_stay_values(td, value):
     """A string or another object is one value for all rows, and a list of them has one for each."""
-    thing = object()
-    new = td.update(
-        {
-            "s": "x",
-            "o": thing,
-            "l": [["a"], ["b", "c"], "d"],
-            "arr": np.array(["p", "q", "r"]),
-            "m": [1, "x", None],
-            "w": NonTensorData(3),
-        }
-    )
+    assert td.update({"new": value})["new"] == value
 
-    assert new["s"] == "x"
-    assert new["o"] == thing
-    assert new["w"] == 3
-    assert new["l"] == [["a"], ["b", "c"], "d"]
-    assert new["m"] == [1, "x", None]
-    assert isinstance(new._get("arr"), NonTensorStack)
-    assert new[1]["arr"] == "q"
+
+def test_non_tensor_data_is_its_value(td):
+    """`NonTensorData` reads as what it holds, an array of the size of the batch as that array."""
     times = np.array(["2020-01-01", "2020-01-02"], dtype="datetime64[D]")
+
+    assert td.update({"new": NonTensorData(3)})["new"] == 3
     assert TensorDict({"t": NonTensorData(times)}, [2])["t"] is times
+
+
+def test_arrays_of_text_are_values_of_rows(td):
+    """An array of text has a value for each row."""
+    new = td.update({"new": np.array(["p", "q", "r"])})
+
+    assert isinstance(new._get("new"), NonTensorStack)
+    assert new[1]["new"] == "q"
 
 
 def test_values_that_become_trees(td):
@@ -116,8 +130,8 @@ def test_arrays_of_another_layout_are_copied(array):
     assert TensorDict({"a": plain[::2]})["a"].data_ptr() == plain.ctypes.data
 
 
-def test_constructor():
-    """A tree made from a tree or from keywords keeps batch, names, kinds and entries."""
+def test_a_tree_of_a_tree():
+    """A tree made from a tree keeps batch, names and kinds; names follow another batch size."""
     tree = TensorDict({"a": torch.zeros(3, 2)}, [3], names=["t"]).set("a", torch.ones(3, 2), kind=Kind.PARAMETER)
     same = TensorDict(tree)
 
@@ -126,23 +140,55 @@ def test_constructor():
     assert same.kind("a") == Kind.PARAMETER
     assert TensorDict(tree, [3, 2]).names == ["t", None]
     assert TensorDict(tree, []).names == []
+
+
+def test_a_tree_of_keywords():
+    """Keywords are entries, alone or after those of a tree or dict."""
+    tree = TensorDict({"a": torch.zeros(3, 2)}, [3])
+
     assert list(TensorDict(tree, b=torch.zeros(3)).keys()) == ["a", "b"]
-    assert list(TensorDict(a=1, b=2).keys()) == list(TensorDict({"a": tree["a"]}, b=2).keys()) == ["a", "b"]
-    assert [TensorDict.fromkeys(["a", ("n", "b")], *value)["n", "b"] for value in ((), (2,))] == [0, 2]
+    assert list(TensorDict(a=1, b=2).keys()) == ["a", "b"]
+    assert list(TensorDict({"a": tree["a"]}, b=2).keys()) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("given", "value"), [((), 0), ((2,), 2)])
+def test_fromkeys(given, value):
+    """Each key has the one value, which is 0 unless it is given."""
+    assert TensorDict.fromkeys(["a", ("n", "b")], *given)["n", "b"] == value
+
+
+def test_a_batch_size_may_be_a_number():
+    """A number is the size of the one batch dimension."""
     assert TensorDict({}, 3).batch_size == Size([3])
 
 
-def test_odd_leaves():
-    """Operations that do not need values take uninitialised parameters, meta tensors and inference tensors."""
-    lazy = UninitializedParameter()
-    tree = TensorDict({"lazy": lazy, "meta": torch.empty(3, device="meta"), "p": nn.Parameter(torch.ones(3))}, [])
+@pytest.fixture
+def odd():
+    """An uninitialised parameter, a meta tensor and a Parameter."""
+    return TensorDict(
+        {"lazy": UninitializedParameter(), "meta": torch.empty(3, device="meta"), "p": nn.Parameter(torch.ones(3))}, []
+    )
 
-    assert tree.select("lazy")["lazy"] is lazy
-    assert "lazy: UninitializedParameter(uninitialized" in repr(tree)
-    assert tree.with_names([])["lazy"] is lazy
-    assert "p: Parameter(shape=torch.Size([3])" in repr(tree)
-    assert torch.utils._pytree.tree_map(lambda x: x, tree)["lazy"] is lazy
+
+def test_odd_leaves(odd):
+    """Operations that do not need values take uninitialised parameters."""
+    lazy = odd["lazy"]
+
+    assert odd.select("lazy")["lazy"] is lazy
+    assert odd.with_names([])["lazy"] is lazy
+    assert torch.utils._pytree.tree_map(lambda x: x, odd)["lazy"] is lazy
+
+
+def test_repr_of_odd_leaves(odd):
+    """A leaf is shown by its class."""
+    assert "lazy: UninitializedParameter(uninitialized" in repr(odd)
+    assert "p: Parameter(shape=torch.Size([3])" in repr(odd)
+
+
+def test_inference_tensors():
+    """Operations and edits take inference tensors."""
     with torch.inference_mode():
         made = TensorDict({"a": torch.ones(2)}, [2])
+
         assert (made + 1)["a"].tolist() == [2, 2]
         assert made.at[0].set(5)["a"].tolist() == [5, 1]

@@ -15,14 +15,31 @@ def td():
     )
 
 
-def test_keys(td):
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        ({}, ["b", "a", "e", "s"]),
+        ({"sort": True}, ["a", "b", "e", "s"]),
+        ({"include_nested": True}, ["b", "a", ("a", "y"), ("a", "x"), "e", "s"]),
+        ({"include_nested": True, "leaves_only": True}, ["b", ("a", "y"), ("a", "x"), "s"]),
+        ({"include_nested": True, "leaves_only": True, "sort": True}, [("a", "x"), ("a", "y"), "b", "s"]),
+        ({"leaves_only": True}, ["b", "s"]),
+    ],
+    ids=str,
+)
+def test_keys(td, options, keys):
     """Keys come in insertion order or sorted, nested, empty and non-tensor ones among them."""
-    assert list(td.keys()) == ["b", "a", "e", "s"]
-    assert list(td.keys(sort=True)) == ["a", "b", "e", "s"]
-    assert list(td.keys(True)) == ["b", "a", ("a", "y"), ("a", "x"), "e", "s"]
-    assert list(td.keys(True, True)) == ["b", ("a", "y"), ("a", "x"), "s"]
-    assert list(td.keys(True, True, sort=True)) == [("a", "x"), ("a", "y"), "b", "s"]
-    assert list(td.keys(leaves_only=True)) == ["b", "s"]
+    assert list(td.keys(**options)) == keys
+
+
+def test_options_of_keys_by_position(td):
+    """The first two options of `keys` are taken by position."""
+    assert list(td.keys(True)) == list(td.keys(include_nested=True))
+    assert list(td.keys(True, True)) == list(td.keys(include_nested=True, leaves_only=True))
+
+
+def test_paths_and_leaves(td):
+    """Paths and leaves are those of tensors, in insertion order."""
     assert td.paths() == [("b",), ("a", "y"), ("a", "x")]
     assert [leaf.shape for leaf in td.leaves()] == [Size([3]), Size([3, 2]), Size([3])]
 
@@ -47,13 +64,26 @@ def test_membership(td):
     assert "a" in in_dims(TensorDict({"a": torch.zeros(1)}), None)
 
 
-def test_reading(td):
-    """A value is read by key, path or pair, with a default."""
+def test_a_value_is_read_by_its_path(td):
+    """A path may have parts that are tuples."""
+    assert td["a", ("x",)] is td["a"]["x"]
+
+
+def test_get(td):
+    """`get` reads an entry, or gives the default, None unless it is given."""
     assert td.get("b") is td["b"]
-    assert dict(zip(td.keys(), td.values(), strict=True)) == dict(td.items())
     assert td.get("z") is None
     assert td.get(("b", "z"), 5) == 5
-    assert td["a", ("x",)] is td["a"]["x"]
+
+
+def test_items(td):
+    """Items are the pairs of keys and values, with the options of `keys`."""
+    assert dict(zip(td.keys(), td.values(), strict=True)) == dict(td.items())
     assert td.items(True, True)[::3] == [("b", td["b"]), ("s", "word")]
     assert [key for key, _ in td.items(sort=True)] == ["a", "b", "e", "s"]
-    assert [tree.is_empty() for tree in (td, TensorDict({"a": {}}))] == [False, True]
+
+
+def test_is_empty(td):
+    """A tree without a leaf or value at any depth is empty."""
+    assert not td.is_empty()
+    assert TensorDict({"a": {}}).is_empty()

@@ -89,6 +89,9 @@ CASES = {
     "sum": (lambda t: t.sum(0), lambda x: x.sum(0), ["c"]),
     "sum kept": (lambda t: t.sum((0, 1), keepdim=True), lambda x: x.sum((0, 1), keepdim=True), ["r", "c"]),
 }  # fmt: skip
+
+
+WORDS = NonTensorStack.from_nested([["p", "q", "r"], ["u", "v", "w"]], 2)
 # These do not move rows, so rows of values stay as they are or go.
 FIXED = {"contiguous", "clone", "zeros_like", "sum", "sum kept"}
 
@@ -97,29 +100,43 @@ FIXED = {"contiguous", "clone", "zeros_like", "sum", "sum kept"}
 @examples(0.3)
 @given(tree=trees(size=(2, 3), dtypes=DTYPES.filter(lambda dtype: not dtype.is_complex)), flat=st.booleans())
 def test_each_leaf_is_what_torch_makes_of_it(name, tree, flat):
-    """Values, dtypes, batch sizes, names, nested batches, ties and rows of values follow torch on a leaf."""
+    """Values, dtypes, batch sizes, names, nested batches and ties follow torch on a leaf."""
     on_tree, on_leaf, names = CASES[name]
     if flat:
         tree = TensorDict({key: x for key, x in tree._data.items() if isinstance(x, torch.Tensor)}, [2, 3])
-    words = NonTensorStack.from_nested([["p", "q", "r"], ["u", "v", "w"]], 2)
-    tree = (tree if name in FIXED else tree.set("words", words)).with_names(["r", "c"])
+    tree = (tree if name in FIXED else tree.set("words", WORDS)).with_names(["r", "c"])
 
     found = assert_pure(on_tree, tree)
-    positions = on_leaf(torch.arange(1, 7).reshape(2, 3))
+    size = on_leaf(torch.arange(1, 7).reshape(2, 3)).shape
 
-    assert found.batch_size == positions.shape
+    assert found.batch_size == size
     assert found.names == names
+    got, expected = dict(iter_leaves(found)), {path: on_leaf(leaf) for path, leaf in iter_leaves(tree)}
+    torch.testing.assert_close({path: got[path] for path in expected}, expected, rtol=0, atol=0)
+    nested = {key: node.batch_size for key, node in tree._data.items() if isinstance(node, TensorDict)}
+    assert {key: found._data[key].batch_size for key in nested} == {k: (*size, *own[2:]) for k, own in nested.items()}
     assert found._ties == tree._ties
-    got = dict(iter_leaves(found))
-    for path, leaf in iter_leaves(tree):
-        torch.testing.assert_close(got[path], on_leaf(leaf), rtol=0, atol=0)
-    for key, node in tree._data.items():
-        if isinstance(node, TensorDict):
-            assert found._data[key].batch_size == (*positions.shape, *node.batch_size[2:])
-    if name not in FIXED:
-        texts = np.array([None, "p", "q", "r", "u", "v", "w"], dtype=object)
-        assert found["words"] == np.asarray(texts[positions], dtype=object).tolist()
     assert by_identity(iter_leaves(found))[: len(tree._ties)] == tree._ties or not tree._ties
+
+
+BESIDE = {
+    "alone": {},
+    "beside a leaf": {"x": torch.ones(2, 3, 2)},
+    "beside trees": {"x": torch.ones(2, 3), "n": {"s": "text", "y": torch.zeros(2, 3, 1)}, "e": {}},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in FIXED])
+def test_each_value_is_where_torch_places_its_row(name, beside):
+    """A value of each row goes where torch puts the number of the row; an added row has None."""
+    on_tree, on_leaf, _ = CASES[name]
+    positions = on_leaf(torch.arange(1, 7).reshape(2, 3))
+    texts = np.array([None, "p", "q", "r", "u", "v", "w"], dtype=object)
+
+    found = on_tree(TensorDict({**beside, "words": WORDS}, [2, 3]).with_names(["r", "c"]))
+
+    assert found["words"] == np.asarray(texts[positions], dtype=object).tolist()
 
 
 @pytest.mark.parametrize("name", ["flip", "repeat", "split", "stack", "where", "sum"])
@@ -132,9 +149,9 @@ def test_each_leaf_is_the_same_under_vmap(name, tree):
 
     mapped = torch.vmap(on_tree)(tree)
 
-    for i, row in enumerate(tree.unbind(0)):
-        alone = dict(iter_leaves(on_tree(row)))
-        assert all(torch.equal(leaf[i], alone[path]) for path, leaf in iter_leaves(mapped))
+    rows = [dict(iter_leaves(on_tree(row))) for row in tree.unbind(0)]
+    found = [{path: leaf[i] for path, leaf in iter_leaves(mapped)} for i in range(len(rows))]
+    torch.testing.assert_close(found, rows, rtol=0, atol=0)
 
 
 # -- batches without dimensions or rows, views --------------------------------------------------------------------
@@ -151,32 +168,60 @@ def test_sizes(td):
     """Sizes are those of a tensor of the batch size."""
     assert td.shape == td.size() == td.batch_size == Size([2, 3])
     assert td.size(-1) == 3
+
+
+def test_numbers_of_dimensions(td):
+    """All three names of the number of batch dimensions give it."""
     assert td.dim() == 2
     assert td.ndim == 2
     assert td.batch_dims == 2
+
+
+def test_numbers_of_rows(td):
+    """The length is that of the first dimension, and the number of rows that of all; without a batch it is 1."""
     assert td.numel() == 6
     assert len(td) == 2
     assert TensorDict().numel() == 1
 
 
-def test_views_and_copies(td):
+VIEWS = {
+    "permute": lambda td: td.permute(1, 0),
+    "view": lambda td: td.view(6),
+    "unsqueeze": lambda td: td.unsqueeze(0),
+    "slice": lambda td: td[1:],
+    "expand": lambda td: td.expand(2, 2, 3),
+    "split": lambda td: td.split(1)[0],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_views(td, view):
     """An operation that torch does without copying shares memory."""
-    for view in (td.permute(1, 0), td.view(6), td.unsqueeze(0), td[1:], td.expand(2, 2, 3), td.split(1)[0]):
-        assert view["a"].untyped_storage().data_ptr() == td["a"].untyped_storage().data_ptr()
+    assert view(td)["a"].untyped_storage().data_ptr() == td["a"].untyped_storage().data_ptr()
+
+
+def test_a_view_of_another_dtype(td):
+    """Leaves are viewed in another dtype."""
     assert td.view(torch.int32)["a"].dtype is torch.int32
 
 
-def test_0_and_empty():
-    """A batch without dimensions or rows is reshaped and cut as a tensor of its size."""
-    td, none = TensorDict({"a": torch.tensor(1.0)}), TensorDict({"a": torch.zeros(0, 2)}, [0])
+def test_batches_without_dimensions():
+    """A batch without dimensions is reshaped as a tensor of no dimensions."""
+    td = TensorDict({"a": torch.tensor(1.0)})
 
     assert td.flatten().batch_size == td.reshape(1).batch_size == Size([1])
     assert td.flatten().squeeze().batch_size == td.flatten().reshape(()).batch_size == Size([])
     assert td.unsqueeze(0).batch_size == Size([1])
+    assert torch.stack([td, td])["a"].shape == Size([2])
+
+
+def test_batches_without_rows():
+    """A batch without rows is cut as a tensor without elements."""
+    none = TensorDict({"a": torch.zeros(0, 2)}, [0])
+
     assert [part.batch_size for part in none.chunk(3)] == [x.shape[:1] for x in torch.zeros(0, 2).chunk(3)]
     assert none.unbind(0) == ()
     assert none.split(2)[0].batch_size == Size([0])
-    assert torch.stack([td, td])["a"].shape == Size([2])
 
 
 def test_names_of_nested_trees_follow_their_own_batch():

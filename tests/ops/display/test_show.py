@@ -106,17 +106,34 @@ class Loud:
         return "two\nlines\x1b[31m"
 
 
-def test_keys_and_values_that_cannot_be_printed():
-    """Line breaks, control characters and lone surrogates are escaped, and a repr that raises is named."""
+class Holder(TensorClass):
+    value: Any
 
-    class Holder(TensorClass):
-        value: Any
 
-    tree = TensorDict({"a\nb": Broken(), "\ud800": Loud(), "größe": NonTensorStack(Broken()), "n": {"\0": 1}})
+UNPRINTABLE = TensorDict({"a\nb": Broken(), "\ud800": Loud(), "größe": NonTensorStack(Broken()), "n": {"\0": 1}})
 
-    for text in map(repr, (tree, lazy_stack([tree, tree]), TensorDict({"h": Holder(Loud())}))):
-        assert r"two\nlines\x1b[31m" in text
-        assert "\x1b" not in text
-        text.encode()
-    assert r"a\nb: <Broken: its repr raises RuntimeError>" in repr(tree)
-    assert all(f"{key}: " in repr(lazy_stack([tree, tree])) for key in (r"a\nb", r"\ud800", "größe", r"\x00"))
+
+@pytest.mark.parametrize(
+    "tree",
+    [UNPRINTABLE, lazy_stack([UNPRINTABLE, UNPRINTABLE]), TensorDict({"h": Holder(Loud())})],
+    ids=["tree", "lazy stack", "typed tree"],
+)
+def test_values_that_cannot_be_printed(tree):
+    """Line breaks and control characters of a repr are escaped, and the text can be encoded."""
+    text = repr(tree)
+
+    assert r"two\nlines\x1b[31m" in text
+    assert "\x1b" not in text
+    text.encode()
+
+
+def test_a_repr_that_raises_is_named():
+    """A value whose repr raises is shown by its class and the error."""
+    assert r"a\nb: <Broken: its repr raises RuntimeError>" in repr(UNPRINTABLE)
+
+
+def test_keys_that_cannot_be_printed():
+    """Line breaks, control characters and lone surrogates of keys are escaped."""
+    text = repr(lazy_stack([UNPRINTABLE, UNPRINTABLE]))
+
+    assert [key for key in (r"a\nb", r"\ud800", "größe", r"\x00") if f"{key}: " not in text] == []

@@ -19,16 +19,44 @@ def test_bytes_text(size):
     assert len(number.replace(".", "")) <= 3 or unit == "PB"
 
 
-def test_words():
-    """Counts, kinds and long texts."""
-    assert [count_text(n, "leaf") for n in (0, 1, 2000)] == ["0 leaves", "1 leaf", "2,000 leaves"]
+@pytest.mark.parametrize(("count", "text"), [(0, "0 leaves"), (1, "1 leaf"), (2000, "2,000 leaves")])
+def test_counts(count, text):
+    """A count has its word in the singular or plural, and commas."""
+    assert count_text(count, "leaf") == text
+
+
+def test_kinds():
+    """Each kind of a leaf has its words, and a plain tensor none."""
     assert [kind_text(kind) for kind in (None, *Kind)] == [
         "", "parameter", "buffer", "buffer, not saved", "extra state"
     ]  # fmt: skip
-    sizes = {999: "999 B", 1000: "1.00 kB", 999_499: "999 kB", 999_500: "1.00 MB", 9995 * 10**14: "1000 PB"}
-    assert {size: bytes_text(size) for size in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(999, "999 B"), (1000, "1.00 kB"), (999_499, "999 kB"), (999_500, "1.00 MB"), (9995 * 10**14, "1000 PB")],
+)
+def test_bytes(size, text):
+    """A number of bytes has three digits and a unit."""
+    assert bytes_text(size) == text
+
+
+def test_values():
+    """Values of each row are shown with their number."""
     assert value_text(NonTensorStack(*"abcdef")) == "[6] values: 'a', 'b', 'c', 'd', 'e', 'f'"
+
+
+@pytest.mark.parametrize(("limit", "complete"), [(2, True), (1, False)])
+def test_totals(limit, complete):
+    """Leaves and bytes are counted, and whether those are all within the limit."""
     tree = TensorDict({"a": torch.zeros(2), "b": torch.zeros(3)})
-    assert [totals(tree, limit) for limit in (2, 1)] == [(2, 20, True), (2, 20, False)]
-    assert printable("a" * 120) == "a" * 120
-    assert printable("a" * 300) == "a" * 60 + "..." + "a" * 30 + " (300 characters)"
+
+    assert totals(tree, limit) == (2, 20, complete)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("a" * 120, "a" * 120), ("a" * 300, "a" * 60 + "..." + "a" * 30 + " (300 characters)")]
+)
+def test_long_texts(text, shown):
+    """A long text is cut in the middle, and its length is given."""
+    assert printable(text) == shown

@@ -30,34 +30,44 @@ def test_rows(tree, seed):
     except (IndexError, TypeError):
         assume(False)
     rows = tree[index]
-    changes = [(lambda t: t.at[index].add(5), lambda x: x.index_add(0, taken, torch.full_like(x[taken], 5)))]
+    changes = {"add": (lambda t: t.at[index].add(5), lambda x: x.index_add(0, taken, torch.full_like(x[taken], 5)))}
     if len(taken.unique()) == len(taken):
-        changes += [
-            (lambda t: t.at[index].set(rows + 10), lambda x: x.index_copy(0, taken, x[taken] + 10)),
-            (lambda t: t.at[index].set(7), lambda x: x.index_fill(0, taken, 7)),
-            (lambda t: t.at[index].mul(3), lambda x: x.index_copy(0, taken, x[taken] * 3)),
-            (lambda t: t.at[index].apply(torch.neg), lambda x: x.index_copy(0, taken, -x[taken])),
-        ]
+        changes |= {
+            "set rows": (lambda t: t.at[index].set(rows + 10), lambda x: x.index_copy(0, taken, x[taken] + 10)),
+            "set": (lambda t: t.at[index].set(7), lambda x: x.index_fill(0, taken, 7)),
+            "mul": (lambda t: t.at[index].mul(3), lambda x: x.index_copy(0, taken, x[taken] * 3)),
+            "apply": (lambda t: t.at[index].apply(torch.neg), lambda x: x.index_copy(0, taken, -x[taken])),
+        }
+    found = {name: assert_pure(on_tree, tree) for name, (on_tree, _) in changes.items()}
 
-    for on_tree, on_leaf in changes:
-        new = assert_pure(on_tree, tree)
-        assert new._ties == tree._ties
-        for path in tree.paths():
-            assert torch.equal(new[path].flatten(0, 1), on_leaf(tree[path].flatten(0, 1)))
+    assert {name: new._ties for name, new in found.items()} == dict.fromkeys(found, tree._ties)
+    ours = {(name, path): new[path].flatten(0, 1) for name, new in found.items() for path in tree.paths()}
+    expected = {(name, path): changes[name][1](tree[path].flatten(0, 1)) for name, path in ours}
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
     assert_trees_equal(tree.at[index].get(), rows)
 
 
-def test_paths(td):
+PATHS = {
+    "set": (lambda td: td.at["a"].set(1)["a"], [1, 1, 1]),
+    "mul": (lambda td: td.at["a"].mul(2)["a"], [0, 2, 4]),
+    "set a nested leaf": (lambda td: td.at["n", "b"].set(1)["n", "b"], [[1, 1]] * 3),
+    "add to a nested leaf": (lambda td: td.at["n", "b"].add(1)["n", "b"], [[1, 1]] * 3),
+    "apply to a tree": (lambda td: td.at["n"].apply(lambda t: t + 1)["n", "b"], [[1, 1]] * 3),
+    "set a tree": (lambda td: td.at["n"].set({"b": torch.ones(3, 2)})["n", "b"], [[1, 1]] * 3),
+    "fill a tree": (lambda td: td.at["n"].set(2)["n", "b"], [[2, 2]] * 3),
+}
+
+
+@pytest.mark.parametrize(("change", "expected"), PATHS.values(), ids=PATHS)
+def test_paths(td, change, expected):
     """An entry is changed by its path, and a number fills it."""
-    assert td.at["a"].set(1)["a"].tolist() == [1, 1, 1]
-    assert td.at["n", "b"].add(1)["n", "b"].sum() == 6
-    assert td.at["n", "b"].set(1)["n", "b"].tolist() == [[1, 1]] * 3
-    assert td.at["a"].mul(2)["a"].tolist() == [0, 2, 4]
-    assert td.at["n"].apply(lambda t: t + 1)["n", "b"].sum() == 6
+    assert change(td).tolist() == expected
+
+
+def test_paths_are_read_and_written(td):
+    """`get` gives the entry at a path, and `set_` writes into it and returns the tree."""
     assert td.at["a"].get() is td["a"]
     assert td.at["a"].set_(torch.ones(3)) is td
-    assert td.at["n"].set({"b": torch.ones(3, 2)})["n", "b"].sum() == 6
-    assert td.at["n"].set(2)["n", "b"].sum() == 12
 
 
 def test_words(td):
@@ -68,26 +78,32 @@ def test_words(td):
     assert [td.at[1:].set(td[:2])[key] for key in "st"] == [["p", "p", "q"], "all"]
 
 
+FILTERED = {
+    "apply with where": (lambda tree, where: tree.apply(torch.neg, where=where), torch.neg),
+    "apply": (lambda tree, where: tree.at[where].apply(torch.neg), torch.neg),
+    "add": (lambda tree, where: tree.at[where].add(1), lambda x: x + 1),
+    "mul": (lambda tree, where: tree.at[where].mul(2), lambda x: x * 2),
+    "set": (lambda tree, where: tree.at[where].set(0), torch.zeros_like),
+    "set a part": (lambda tree, where: tree.at[where].set(tree.partition(where)[0] * 3), lambda x: x * 3),
+}
+
+
 @given(trees(size=(2,), dtypes=st.just(torch.float32)), KEYS)
 def test_a_filter_changes_the_leaves_that_it_chooses(tree, key):
     """At a filter `at`, and `apply` with `where`, change the part that `partition` gives, and nothing else."""
     where = Filter(lambda path, leaf: path[-1] >= key)
     part, rest = tree.partition(where)
+    found = {name: change(tree, where) for name, (change, _) in FILTERED.items()}
+    parts = {name: new.partition(where) for name, new in found.items()}
 
     assert_trees_equal(tree.at[where].get(), part)
-    for new, fn in (
-        (tree.apply(torch.neg, where=where), torch.neg),
-        (tree.at[where].apply(torch.neg), torch.neg),
-        (tree.at[where].add(1), lambda x: x + 1),
-        (tree.at[where].mul(2), lambda x: x * 2),
-        (tree.at[where].set(0), torch.zeros_like),
-        (tree.at[where].set(part * 3), lambda x: x * 3),
-    ):
-        chosen, others = new.partition(where)
-        assert_trees_equal(chosen, part.apply(fn))
-        assert_trees_equal(others, rest)
-        assert list(new.keys()) == list(tree.keys())
-        assert new.ties() == tree.ties()
+    assert_trees_equal(
+        {name: chosen for name, (chosen, _) in parts.items()},
+        {name: part.apply(fn) for name, (_, fn) in FILTERED.items()},
+    )
+    assert_trees_equal({name: others for name, (_, others) in parts.items()}, dict.fromkeys(parts, rest))
+    assert {name: list(new.keys()) for name, new in found.items()} == dict.fromkeys(found, list(tree.keys()))
+    assert {name: new.ties() for name, new in found.items()} == dict.fromkeys(found, tree.ties())
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.complex64])

@@ -34,14 +34,26 @@ def test_update_merges(td):
     assert "e" not in td
 
 
-def test_delete_and_pop(td):
-    """An entry goes, and `pop` returns it or the default."""
+def test_delete(td):
+    """An entry goes, a nested one from its tree."""
     assert list(td.delete("a").keys()) == ["n"]
     assert td.delete(("n", "b"))["n"].is_empty()
+
+
+def test_pop(td):
+    """`pop` returns the entry and the tree without it."""
     value, rest = td.pop("a")
+
     assert value is td["a"]
     assert "a" not in rest
-    assert td.pop("z", 7) == (7, td)
+
+
+def test_pop_of_what_is_not_there(td):
+    """`pop` returns the default and the tree itself."""
+    value, rest = td.pop("z", 7)
+
+    assert value == 7
+    assert rest is td
 
 
 def test_kinds_follow_edits(td):

@@ -29,20 +29,39 @@ def test_empty(td):
     assert type(Point(A, batch_size=[2]).empty()) is TensorDict
 
 
+@pytest.fixture
+def source():
+    """A leaf, a sub-tree with a further batch dimension, and a value."""
+    return TensorDict({"a": A, "n": TensorDict({"b": A.long()}, [2, 3]), "s": "x"}, [2])
+
+
 @pytest.mark.parametrize("name", ["new_zeros", "new_ones", "new_empty"])
-def test_new(name):
-    """New leaves have torch's values and keep their features, and sub-trees their further batch dimensions."""
-    tree = TensorDict({"a": A, "n": TensorDict({"b": A.long()}, [2, 3]), "s": "x"}, [2])
-    found = getattr(tree, name)(4, 1, dtype=torch.float64, device="cpu")
+def test_sizes_of_new(name, source):
+    """New leaves keep their features, and sub-trees their further batch dimensions."""
+    found = getattr(source, name)(4, 1)
 
     assert found.batch_size == (4, 1)
     assert found["n"].batch_size == (4, 1, 3)
-    assert found["s"] == "x"
     assert found["a"].shape == (4, 1, 3)
+    assert getattr(source, name)()["a"].shape == getattr(source, name)([])["a"].shape == (3,)
+
+
+@pytest.mark.parametrize("name", ["new_zeros", "new_ones", "new_empty"])
+def test_options_of_new(name, source):
+    """Leaves have the dtype and device that are given; values stay."""
+    found = getattr(source, name)(4, 1, dtype=torch.float64, device="cpu")
+
     assert found["n", "b"].dtype == torch.float64
+    assert found["s"] == "x"
     assert found.device == found["n"].device == getattr(found, name)(3).device == torch.device("cpu")
-    assert getattr(tree, name)()["a"].shape == getattr(tree, name)([])["a"].shape == (3,)
-    assert name == "new_empty" or torch.equal(found["a"], getattr(A, name)(4, 1, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["new_zeros", "new_ones"])
+def test_values_of_new(name, source):
+    """New leaves have torch's values."""
+    found = getattr(source, name)(4, 1, dtype=torch.float64)
+
+    assert torch.equal(found["a"], getattr(A, name)(4, 1, 3, dtype=torch.float64))
 
 
 def test_new_full():

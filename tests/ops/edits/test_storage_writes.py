@@ -13,23 +13,49 @@ def ragged():
     return lazy_stack([TensorDict({"x": torch.zeros(n), "n": {"y": torch.zeros(2)}}) for n in (1, 2)])
 
 
-def test_writes_reach_the_storage():
-    """A write goes into the memory of the leaf, in its dtype, and returns the tree."""
+@pytest.fixture
+def stored():
+    """A Parameter, two nested leaves and one of bytes."""
     inner = {"b": torch.zeros(3, 2), "c": torch.zeros(3)}
-    td = TensorDict({"a": nn.Parameter(torch.arange(3.0)), "n": inner, "i": torch.zeros(3, dtype=torch.uint8)}, [3])
-    a, b, c = td["a"], td["n", "b"], td["n", "c"]
+    return TensorDict({"a": nn.Parameter(torch.arange(3.0)), "n": inner, "i": torch.zeros(3, dtype=torch.uint8)}, [3])
 
-    assert td.set_("a", torch.tensor([5, 6, 7])) is td
+
+def test_set_writes_to_the_storage(stored):
+    """`set_` writes into the memory of the leaf, in its dtype, without history, and returns the tree."""
+    a = stored["a"]
+
+    assert stored.set_("a", torch.tensor([5, 6, 7])) is stored
     assert a.tolist() == [5, 6, 7]
-    assert td.set("a", 1.0, inplace=True) is td
-    assert td.set_("i", 7)["i"].tolist() == [7, 7, 7]
-    assert td.update_({"n": {"b": torch.ones(3, 2)}, ("n", "c"): torch.ones(3)}) is td
-    assert td.copy_(td.clone() * 2) is td
+    assert a.grad_fn is None
+    assert stored.set_("i", 7)["i"].tolist() == [7, 7, 7]
+
+
+def test_set_in_place_writes_to_the_storage(stored):
+    """`set` with `inplace` writes into the memory of the leaf and returns the tree."""
+    a = stored["a"]
+
+    assert stored.set("a", 1.0, inplace=True) is stored
+    assert a.tolist() == [1, 1, 1]
+
+
+def test_set_writes_to_the_storage_of_a_tree(stored):
+    """`set_` of a tree writes into its leaves."""
+    b, c = stored["n", "b"], stored["n", "c"]
+    b.fill_(3)
+
+    assert stored.set_("n", {"b": torch.zeros(3, 2), "c": c}) is stored
+    assert (b == 0).all()
+
+
+def test_update_and_copy_write_to_the_storage(stored):
+    """`update_` and `copy_` write into the memory of each leaf and return the tree."""
+    a, b, c = stored["a"], stored["n", "b"], stored["n", "c"]
+    stored.set_("a", 1.0)
+
+    assert stored.update_({"n": {"b": torch.ones(3, 2)}, ("n", "c"): torch.ones(3)}) is stored
+    assert stored.copy_(stored.clone() * 2) is stored
     assert a.tolist() == c.tolist() == [2, 2, 2]
     assert (b == 2).all()
-    assert td.set_("n", {"b": torch.zeros(3, 2), "c": c}) is td
-    assert (b == 0).all()
-    assert a.grad_fn is None
 
 
 def test_rows_in_place():
@@ -216,20 +242,37 @@ def test_one_file_mapped_twice(tmp_path):
     assert td["x"][0] == 0
 
 
-@pytest.mark.parametrize("index", [torch.tensor([0, 7]), [0, -5], torch.tensor([[0], [4]], dtype=torch.int32)])
+def leaves_of_zeros():
+    """Two leaves of four rows, one nested."""
+    return TensorDict({"a": torch.zeros(4), "n": {"b": torch.zeros(4)}}, [4])
+
+
+each_wrong_index = pytest.mark.parametrize(
+    "index", [torch.tensor([0, 7]), [0, -5], torch.tensor([[0], [4]], dtype=torch.int32)]
+)
+
+
+@each_wrong_index
 def test_positions_are_checked_before_the_first_write(index):
     """A position that is out of range is found before any leaf is written."""
-    td = TensorDict({"a": torch.zeros(4), "n": {"b": torch.zeros(4)}}, [4])
+    td = leaves_of_zeros()
     row = td[:1] + 1
-    stacks = [lazy_stack([td, td.clone()], 1), lazy_stack([td, *[td.clone() for _ in range(3)]])]
-    shape = np.shape(index)
-    rows = [row.expand(*shape, 2), row.expand(*shape, 4)]
 
     with pytest.raises(IndexError, match=r"index: (7|-5|4) is out of range for batch dimension 0.\n.*-4 <= index < 4"):
-        td.at[index].set_(row.expand(*shape))
-    for stack, part in zip(stacks, rows, strict=True):
-        with pytest.raises(IndexError, match=r"index: (7|-5|4) is out of range for batch dimension 0"):
-            stack.at[index].set_(part)
+        td.at[index].set_(row.expand(*np.shape(index)))
+    assert not td.any()
+
+
+@each_wrong_index
+@pytest.mark.parametrize(("trees", "dim"), [(2, 1), (4, 0)], ids=["in each tree", "of trees"])
+def test_positions_in_lazy_stacks_are_checked_before_the_first_write(index, trees, dim):
+    """A position that is out of range in a lazy stack is found before any leaf is written."""
+    td = leaves_of_zeros()
+    row, stack = td[:1] + 1, lazy_stack([td, *[td.clone() for _ in range(trees - 1)]], dim)
+    size = {1: trees, 0: 4}[dim]
+
+    with pytest.raises(IndexError, match=r"index: (7|-5|4) is out of range for batch dimension 0"):
+        stack.at[index].set_(row.expand(*np.shape(index), size))
     assert not td.any()
 
 

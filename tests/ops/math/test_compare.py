@@ -18,12 +18,19 @@ def ragged(value):
 
 
 @given(pairs())
-def test_one_leaf_that_differs_is_found(found):
-    """A tree equals its copy, and differs from one with another value in one leaf, which is named."""
-    tree, other, path = found
+def test_a_copy_is_equal(found):
+    """A tree equals its copy."""
+    tree, _, _ = found
 
     assert_close(tree, tree.clone(), rtol=0, atol=0)
     assert torch.equal(tree, tree.clone())
+
+
+@given(pairs())
+def test_one_leaf_that_differs_is_found(found):
+    """A tree differs from one with another value in one leaf, which is named."""
+    tree, other, path = found
+
     assert not torch.equal(tree, other)
     assert not torch.allclose(tree, other, 0, 0)
     with pytest.raises(AssertionError, match="differs") as caught:
@@ -63,21 +70,40 @@ def test_a_difference_is_named(other, message):
     assert not tree_equal(ONE, other, equal_nan=True)
 
 
-def test_other_differences():
-    """A ragged leaf, the number of trees, keys and NaN where it must not be are differences."""
+def test_a_ragged_leaf_that_differs():
+    """A difference in a lazy stack is found, named by the key and the number of the tree."""
+    assert not torch.allclose(ragged(1.0), ragged(2.0))
     with pytest.raises(AssertionError, match="'x' differs") as caught:
         assert_close(ragged(1.0), ragged(2.0))
     assert caught.value.__notes__ == ["In tree 0 of the lazy stack."]
+
+
+def test_batch_sizes_that_differ():
+    """Trees of other batch sizes differ, and so do lazy stacks of another number of trees."""
     with pytest.raises(AssertionError, match="batch size of the tree differ"):
         assert_close(ragged(1.0), ragged(1.0)[:1])
+    assert not torch.equal(TensorDict({"x": torch.ones(2, 3)}, [2]), TensorDict({"x": torch.ones(2, 3)}, [2, 3]))
+
+
+def test_nan_differs():
+    """NaN where it must not be is a difference."""
     with pytest.raises(AssertionError, match="'n.b' differs"):
         assert_close(ONE, ONE, equal_nan=False)
-    assert not torch.allclose(ragged(1.0), ragged(2.0))
-    plain = ONE.exclude("n")
-    assert not any(torch.equal(plain, other) for other in (plain.exclude("s"), plain.set("s", ["p", "r"])))
-    assert not torch.equal(ragged(1.0), lazy_stack([ragged(1.0)[0].set("k", 1.0), ragged(1.0)[1]]))
     assert not torch.equal(ONE, ONE)
-    assert not torch.equal(TensorDict({"x": torch.ones(2, 3)}, [2]), TensorDict({"x": torch.ones(2, 3)}, [2, 3]))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda: ONE.exclude("n"), lambda: ONE.exclude("n", "s")),
+        (lambda: ONE.exclude("n"), lambda: ONE.exclude("n").set("s", ["p", "r"])),
+        (lambda: ragged(1.0), lambda: lazy_stack([ragged(1.0)[0].set("k", 1.0), ragged(1.0)[1]])),
+    ],
+    ids=["a value that one has not", "another value", "a key of one tree"],
+)
+def test_keys_and_values_that_differ(one, other):
+    """Trees with other keys or values are not equal."""
+    assert not torch.equal(one(), other())
 
 
 @given(pairs())

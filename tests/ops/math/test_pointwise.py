@@ -63,52 +63,98 @@ def test_unary_equals_torch(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", tables.BINARY | tables.BINARY_LEAFWISE)
 def test_binary_equals_torch(name, dtype):
-    """A number, tensor or tree as operand promotes and computes as torch does on a leaf."""
+    """A tensor or tree as operand promotes and computes as torch does on a leaf."""
     leaf, fn = leaf_of(dtype), getattr(torch, name)
-    other, rows = leaf.flip(0), torch.tensor([1.0, 2.0])
+    other, rows, zero_d = leaf.flip(0), torch.tensor([1.0, 2.0]), torch.tensor(2.0)
     tree = tree_of(leaf)
 
     assert_same_outcome(outcome(lambda: getattr(tree, name)(tree_of(other))), outcome(lambda: fn(leaf, other)))
     assert_same_outcome(outcome(lambda: getattr(tree, name)(rows)), outcome(lambda: fn(leaf, rows[:, None])))
     assert_same_outcome(outcome(lambda: fn(rows, tree)), outcome(lambda: fn(rows[:, None], leaf)))
-    zero_d = torch.tensor(2.0)
     assert_same_outcome(outcome(lambda: getattr(tree, name)(zero_d)), outcome(lambda: fn(leaf, zero_d)))
-    if name not in ("maximum", "minimum") and not name.startswith("logical"):
-        for number in (2, 0.5, True):
-            assert_same_outcome(outcome(lambda n=number: getattr(tree, name)(n)), outcome(lambda n=number: fn(leaf, n)))
+
+
+# torch's take no numbers.
+WITH_NUMBERS = [
+    name
+    for name in tables.BINARY | tables.BINARY_LEAFWISE
+    if name not in ("maximum", "minimum") and not name.startswith("logical")
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", WITH_NUMBERS)
+@pytest.mark.parametrize("number", [2, 0.5, True])
+def test_binary_with_numbers_equals_torch(name, dtype, number):
+    """A number as operand promotes and computes as torch does on a leaf."""
+    leaf, fn = leaf_of(dtype), getattr(torch, name)
+    tree = tree_of(leaf)
+
+    assert_same_outcome(outcome(lambda: getattr(tree, name)(number)), outcome(lambda: fn(leaf, number)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("number", [2, 0.5, True])
+def test_operators_with_numbers_equal_torch(name, dtype, number):
+    """An operator with the tree on either side of a number is that of torch on a leaf."""
+    leaf, fn = leaf_of(dtype), getattr(operator, name)
+    tree = tree_of(leaf)
+
+    assert_same_outcome(outcome(lambda: fn(tree, number)), outcome(lambda: fn(leaf, number)))
+    assert_same_outcome(outcome(lambda: fn(number, tree)), outcome(lambda: fn(number, leaf)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_equal_torch(name, dtype):
-    """An operator with the tree on either side is that of torch on a leaf."""
+    """An operator with the tree on either side of a tensor is that of torch on a leaf."""
     leaf, fn = leaf_of(dtype), getattr(operator, name)
     tree, rows = tree_of(leaf), torch.tensor([1.0, 2.0])
 
-    for number in (2, 0.5, True):
-        assert_same_outcome(outcome(lambda n=number: fn(tree, n)), outcome(lambda n=number: fn(leaf, n)))
-        assert_same_outcome(outcome(lambda n=number: fn(n, tree)), outcome(lambda n=number: fn(n, leaf)))
     assert_same_outcome(outcome(lambda: fn(tree, rows)), outcome(lambda: fn(leaf, rows[:, None])))
     assert_same_outcome(outcome(lambda: fn(rows, tree)), outcome(lambda: fn(rows[:, None], leaf)))
 
 
-def test_numbers_of_numpy_and_the_rest():
-    """Arrays and numbers of numpy are operands on either side, options are torch's, and other objects are unequal."""
-    tree = tree_of(torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
+@pytest.fixture
+def signs():
+    """A tree of positive and negative numbers."""
+    return tree_of(torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
 
-    assert torch.equal((np.float32(2) * tree)["a"], 2 * tree["a"])
-    assert torch.equal((tree + np.float64(2))["a"], tree["a"] + 2)
-    assert torch.equal((tree + np.array([1.0, 2.0], dtype=np.float32))["a"], tree["a"] + torch.tensor([[1.0], [2.0]]))
-    assert torch.equal(tree.maximum(0)["a"], tree["a"].clamp_min(0))
-    assert torch.equal(torch.vmap(lambda t: t.minimum(0.5))(tree)["a"], tree["a"].clamp_max(0.5))
-    assert torch.equal(tree.add(tree, alpha=2)["a"], tree["a"] * 3)
-    assert torch.equal(tree.div(3, rounding_mode="floor")["a"], tree["a"].div(3, rounding_mode="floor"))
-    assert torch.equal((-tree)["a"], -tree["a"])
-    assert torch.equal(abs(tree)["a"], tree["a"].abs())
-    assert torch.equal((~(tree > 0))["a"], tree["a"] <= 0)
-    assert (tree == "text") is False
-    assert (tree != None) is True  # noqa: E711
-    assert tree in [tree]
+
+def test_numbers_of_numpy(signs):
+    """Arrays and numbers of numpy are operands on either side."""
+    x = signs["a"]
+
+    assert torch.equal((np.float32(2) * signs)["a"], 2 * x)
+    assert torch.equal((signs + np.float64(2))["a"], x + 2)
+    assert torch.equal((signs + np.array([1.0, 2.0], dtype=np.float32))["a"], x + torch.tensor([[1.0], [2.0]]))
+
+
+def test_bounds_that_are_numbers(signs):
+    """`maximum` and `minimum` take a number, inside vmap as well, which torch's do not."""
+    assert torch.equal(signs.maximum(0)["a"], signs["a"].clamp_min(0))
+    assert torch.equal(torch.vmap(lambda t: t.minimum(0.5))(signs)["a"], signs["a"].clamp_max(0.5))
+
+
+def test_options_are_torchs(signs):
+    """`alpha` and `rounding_mode` are torch's options."""
+    assert torch.equal(signs.add(signs, alpha=2)["a"], signs["a"] * 3)
+    assert torch.equal(signs.div(3, rounding_mode="floor")["a"], signs["a"].div(3, rounding_mode="floor"))
+
+
+def test_operators_of_one_tree(signs):
+    """Negation, absolute value and inversion are torch's."""
+    assert torch.equal((-signs)["a"], -signs["a"])
+    assert torch.equal(abs(signs)["a"], signs["a"].abs())
+    assert torch.equal((~(signs > 0))["a"], signs["a"] <= 0)
+
+
+def test_other_objects_are_unequal(signs):
+    """A tree is unequal to text and None, and is found in a list."""
+    assert (signs == "text") is False
+    assert (signs != None) is True  # noqa: E711
+    assert signs in [signs]
 
 
 @pytest.mark.parametrize("name", tables.CASTS)

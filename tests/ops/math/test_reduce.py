@@ -17,6 +17,10 @@ ONE = ("prod", "all", "any", "quantile", "max", "min", "argmax", "argmin")
 BOTH = (*MANY, *ONE)
 
 
+# Torch reduces these over one dimension at a time.
+ONE_DIM = ("max", "min", "argmax", "argmin")
+
+
 def on_leaf(name, x, dims, keepdim=False):
     """Reduce a leaf over adjacent dimensions, whose positions count through all of them."""
     fn = torch.linalg.vector_norm if name == "norm" else getattr(torch, name)
@@ -42,19 +46,21 @@ def assert_leaf(found, path, expected):
 
 
 @pytest.mark.parametrize("keepdim", [False, True])
-@pytest.mark.parametrize("dim", [0, -1, (0, 1)], ids=str)
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [(name, dim) for name in BOTH for dim in (0, -1, (0, 1)) if isinstance(dim, int) or name not in ONE_DIM],
+    ids=str,
+)
 def test_batch_dimensions(name, dim, keepdim):
     """Leaves, batch sizes and names are those that torch gives each leaf, in nested batches and in a flat tree."""
-    if isinstance(dim, tuple) and name in ("max", "min", "argmax", "argmin"):
-        return
     dims = {0: (0,), -1: (1,)}.get(dim, dim)
     found = assert_pure(lambda t: on_tree(name, t, dim, keepdim=keepdim), TREE)
     flat = on_tree(name, TREE.exclude("n"), dim, keepdim=keepdim)
 
     expected = on_leaf(name, A, dims, keepdim)
-    for tree, path in ((found, "a"), (found, ("n", "b")), (flat, "a")):
-        assert_leaf(tree, path, expected)
+    assert_leaf(found, "a", expected)
+    assert_leaf(found, ("n", "b"), expected)
+    assert_leaf(flat, "a", expected)
     tree = found.values if name in ("max", "min") else found
     size = torch.empty(2, 3).sum(dims, keepdim=keepdim).shape
     assert tree.batch_size == size
@@ -62,22 +68,39 @@ def test_batch_dimensions(name, dim, keepdim):
     assert tree.names == [n for i, n in enumerate("rc") if keepdim or i not in dims]
 
 
-@pytest.mark.parametrize("name", BOTH)
-def test_whole_leaves_and_features(name):
-    """Without `dim` a whole leaf is reduced; "feature" reduces what follows the batch of each node."""
+def features_of(name):
+    """A leaf for the reduction of a name, and a tree of it and of it in a nested batch."""
     leaf = NAN if name.startswith("nan") else A
-    tree = TensorDict({"a": leaf, "n": TensorDict({"b": leaf}, [2, 3])}, [2])
+    return leaf, TensorDict({"a": leaf, "n": TensorDict({"b": leaf}, [2, 3])}, [2])
 
+
+@pytest.mark.parametrize("name", BOTH)
+def test_features(name):
+    """`dim="feature"` reduces what follows the batch of each node."""
+    leaf, tree = features_of(name)
     features = on_tree(name, tree, "feature")
     kept = on_tree(name, tree, "feature", keepdim=True)
+
     assert_leaf(features, "a", on_leaf(name, leaf, (1, 2)))
     assert_leaf(features, ("n", "b"), on_leaf(name, leaf, (2,)))
     assert_leaf(kept, "a", on_leaf(name, leaf, (1, 2), keepdim=True))
-    if name in ("all", "any"):
-        assert on_tree(name, tree) is bool(getattr(torch, name)(leaf))
-        return
+
+
+@pytest.mark.parametrize("name", ["all", "any"])
+def test_truth_of_a_whole_tree(name):
+    """Without `dim`, `all` and `any` give one bool."""
+    leaf, tree = features_of(name)
+
+    assert on_tree(name, tree) is bool(getattr(torch, name)(leaf))
+
+
+@pytest.mark.parametrize("name", [name for name in BOTH if name not in ("all", "any")])
+def test_whole_leaves(name):
+    """Without `dim` a whole leaf is reduced."""
+    leaf, tree = features_of(name)
     whole = on_leaf(name, leaf.flatten(), (0,))
     whole, kept = whole[0] if isinstance(whole, tuple) else whole, on_tree(name, tree, keepdim=True)
+
     assert_leaf(on_tree(name, tree), "a", whole)
     assert_leaf(kept, "a", whole.reshape(1, 1, 1))
     assert kept.batch_size == (1,)
@@ -133,12 +156,17 @@ def test_small_masks_are_reduced_together():
     assert large.all() is True
 
 
-def test_a_reduction_names_the_leaf_that_has_no_mean():
-    """The counters of BatchNorm make the mean of an ensemble fail, and the error has their path."""
-    tree = TensorDict({"w": torch.ones(2, 3), "norm": {"count": torch.ones(2, dtype=torch.int64)}}, [2])
+COUNTED = TensorDict({"w": torch.ones(2, 3), "norm": {"count": torch.ones(2, dtype=torch.int64)}}, [2])
 
-    for name, torch_text in (("mean", "infer output dtype"), ("std", "floating")):
-        with pytest.raises(RuntimeError, match=torch_text) as caught:
-            getattr(tree, name)(0)
-        assert caught.value.__notes__ == [f"{name}: raised at the leaf 'norm.count'."]
-    assert tree.float().mean(0)["norm", "count"] == 1
+
+@pytest.mark.parametrize(("name", "text_of_torch"), [("mean", "infer output dtype"), ("std", "floating")])
+def test_a_reduction_names_the_leaf_that_has_no_mean(name, text_of_torch):
+    """The counters of BatchNorm make the mean of an ensemble fail, and the error has their path."""
+    with pytest.raises(RuntimeError, match=text_of_torch) as caught:
+        getattr(COUNTED, name)(0)
+    assert caught.value.__notes__ == [f"{name}: raised at the leaf 'norm.count'."]
+
+
+def test_counters_have_a_mean_as_floats():
+    """A tree that is cast to floats has a mean of every leaf."""
+    assert COUNTED.float().mean(0)["norm", "count"] == 1

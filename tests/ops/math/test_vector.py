@@ -49,22 +49,40 @@ def test_under_transforms():
 
 
 def test_several_trees_at_once():
-    """Tuples and dicts of trees and tensors; no leaves are a vector of none."""
-    value = ({"a": TensorDict({"w": torch.ones(2, 3)}, [2])}, [torch.tensor(2.0)])
-    vector, unravel = ravel(value)
+    """Tuples and dicts of trees and tensors are one vector, which gives them back."""
+    vector, unravel = ravel(({"a": TensorDict({"w": torch.ones(2, 3)}, [2])}, [torch.tensor(2.0)]))
     back = unravel(vector * 2)
 
     assert vector.tolist() == [1.0] * 6 + [2.0]
     assert back[0]["a"].batch_size == (2,)
     assert back[1][0] == 4.0
+
+
+def test_complex_and_real_leaves():
+    """A vector of complex numbers gives each leaf its dtype back."""
     vector, unravel = ravel({"a": torch.ones(2), "b": torch.ones(1, dtype=torch.complex64)})
+
     assert unravel(vector * 1j)["b"] == 1j
     assert unravel(vector)["a"].tolist() == [1.0, 1.0]
+
+
+def test_integers_beside_floats():
+    """A vector holds whole numbers exactly, and gives each leaf its dtype back."""
     vector, unravel = ravel([torch.ones(1).double(), torch.tensor([2**31 - 1], dtype=torch.int32)])
-    assert [(x.dtype, x.item()) for x in unravel(vector)] == [(torch.float64, 1), (torch.int32, 2**31 - 1)]
-    empty, unravel = ravel(TensorDict({}, [3]))
-    assert empty.shape == (0,)
-    assert unravel(empty).batch_size == (3,)
+    real, whole = unravel(vector)
+
+    assert real.dtype is torch.float64
+    assert real.item() == 1
+    assert whole.dtype is torch.int32
+    assert whole.item() == 2**31 - 1
+
+
+def test_no_leaves():
+    """No leaves are a vector of none, which gives the tree back."""
+    vector, unravel = ravel(TensorDict({}, [3]))
+
+    assert vector.shape == (0,)
+    assert unravel(vector).batch_size == (3,)
 
 
 LONG = TensorDict({"w": torch.ones(2), "n": torch.tensor([2**40])})
