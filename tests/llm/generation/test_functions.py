@@ -167,20 +167,8 @@ def test_behaviour_is_refused_where_the_support_does_not_fit(cut):
         score(lm, params, raw, buffers=buffers, under="behaviour")
 
 
-@pytest.mark.parametrize("pad_output", [True, False])
-@pytest.mark.parametrize(
-    ("options", "refused"),
-    [
-        ({"repetition_penalty": 1.5}, True),
-        ({"repetition_penalty": 1.5, "top_k": 5}, True),
-        ({"min_new_tokens": 2}, True),
-        ({"min_new_tokens": 2, "top_k": 97}, False),
-        ({"repetition_penalty": 1.5, "temperature": 0.0}, False),
-    ],
-    ids=str,
-)
-def test_behaviour_that_cannot_be_scored_is_refused(options, refused, pad_output):
-    """Penalties and least lengths that no support describes, padded and ragged, inside transforms too."""
+def drawn_total(options, pad_output):
+    """A tree of parameters, and a function of it: the sum of a row of behaviour log-probs of draws with the options."""
     lm, params, buffers = causal_lm(make("llama"))
     td, _ = padded([4, 4])
     options = {"temperature": 1.0, "max_new_tokens": 3, "eos_token_ids": [], **options}
@@ -190,12 +178,39 @@ def test_behaviour_that_cannot_be_scored_is_refused(options, refused, pad_output
     def total(params):
         return score(lm, params, out, buffers=buffers, under="behaviour")["log_probs"].full[0].sum()
 
-    for call in (total, torch.func.grad(total)):
-        if refused:
-            with pytest.raises(UnsupportedError, match="only temperature, top-k, top-p and min-p"):
-                call(params)
-        else:
-            call(params)
+    return params, total
+
+
+WAYS = pytest.mark.parametrize("transform", [lambda total: total, torch.func.grad], ids=["plain", "grad"])
+PADDED = pytest.mark.parametrize("pad_output", [True, False], ids=["padded", "ragged"])
+
+
+@WAYS
+@PADDED
+@pytest.mark.parametrize(
+    "options",
+    [{"repetition_penalty": 1.5}, {"repetition_penalty": 1.5, "top_k": 5}, {"min_new_tokens": 2}],
+    ids=str,
+)
+def test_behaviour_that_cannot_be_scored_is_refused(options, pad_output, transform):
+    """Penalties and least lengths that no support describes, padded and ragged, inside transforms too."""
+    params, total = drawn_total(options, pad_output)
+    with pytest.raises(UnsupportedError, match="only temperature, top-k, top-p and min-p"):
+        transform(total)(params)
+
+
+@WAYS
+@PADDED
+@pytest.mark.parametrize(
+    "options",
+    [{"min_new_tokens": 2, "top_k": 97}, {"repetition_penalty": 1.5, "temperature": 0.0}],
+    ids=str,
+)
+def test_behaviour_that_can_be_scored_is(options, pad_output, transform):
+    """Where a support describes a least length, and where greedy draws have no distribution."""
+    params, total = drawn_total(options, pad_output)
+
+    transform(total)(params)
 
 
 def test_several_responses_are_a_dimension_of_the_result():
