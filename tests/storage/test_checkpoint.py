@@ -29,18 +29,20 @@ def round_trip(tree, folder, **options):
     return load(path, **options)
 
 
-def test_the_comparison_can_fail():
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(TensorDict({"a": -torch.zeros(2), "s": "x"}, [2]), id="sign"),
+        pytest.param(TensorDict({"s": "x", "a": torch.zeros(2)}, [2]), id="order"),
+        pytest.param(TensorDict({"a": torch.zeros(2), "s": "x"}, []), id="batch size"),
+        pytest.param(TensorDict({"a": torch.zeros(2), "s": "y"}, [2]), id="value"),
+        pytest.param(TensorDict({"a": nn.Parameter(torch.zeros(2)), "s": "x"}, [2]), id="class"),
+    ],
+)
+def test_the_comparison_can_fail(other):
     """The comparison of the laws above finds a difference in a sign, order, batch size, value or class."""
-    tree = TensorDict({"a": torch.zeros(2), "s": "x"}, [2])
-    for other in (
-        TensorDict({"a": -torch.zeros(2), "s": "x"}, [2]),
-        TensorDict({"s": "x", "a": torch.zeros(2)}, [2]),
-        TensorDict({"a": torch.zeros(2), "s": "x"}, []),
-        TensorDict({"a": torch.zeros(2), "s": "y"}, [2]),
-        TensorDict({"a": nn.Parameter(torch.zeros(2)), "s": "x"}, [2]),
-    ):
-        with pytest.raises(AssertionError):
-            assert_same(tree, other)
+    with pytest.raises(AssertionError):
+        assert_same(TensorDict({"a": torch.zeros(2), "s": "x"}, [2]), other)
 
 
 def test_names_are_dotted_paths(tmp_path):
@@ -76,10 +78,11 @@ def test_leaves_are_independent(tmp_path):
     back["a"].add_(1)
 
     assert back["b"]._version == version
-    for leaf in back.values():
-        assert not leaf._is_view()
-        assert not leaf.is_shared()
-        assert leaf.untyped_storage().nbytes() == leaf.nbytes
+    leaves = {name: back[name] for name in ("a", "b", "h")}
+    assert [name for name, leaf in leaves.items() if leaf._is_view()] == []
+    assert [name for name, leaf in leaves.items() if leaf.is_shared()] == []
+    sizes = {name: leaf.nbytes for name, leaf in leaves.items()}
+    assert {name: leaf.untyped_storage().nbytes() for name, leaf in leaves.items()} == sizes
     assert len(pickle.dumps(back["a"])) < 6000
 
 

@@ -221,8 +221,8 @@ def test_the_last_and_the_best_are_kept(saves, keep_last, keep_best, mode, tmp_p
     manager = CheckpointManager(
         tempfile.mkdtemp(dir=tmp_path), keep_last=keep_last, keep_best=keep_best, metric="m", mode=mode, fsync=False
     )
-    tree = TensorDict({"w": torch.ones(1)})
-    there = {}
+    tree, there = TensorDict({"w": torch.ones(1)}), {}
+    steps, bests, expected_steps, expected_bests = [], [], [], []
     for step, metric in saves:
         manager.save(step, tree, metadata={} if metric is None else {"m": metric})
         there[step] = metric
@@ -234,9 +234,13 @@ def test_the_last_and_the_best_are_kept(saves, keep_last, keep_best, mode, tmp_p
             kept = {step, *sorted(there)[-(keep_last or 1) :], *best[: keep_best or 0]}
             there = {s: m for s, m in there.items() if s in kept}
             best = [s for s in best if s in kept]
+        expected_steps.append(sorted(there))
+        expected_bests.append(best[0] if best else None)
+        steps.append(manager.steps())
+        bests.append(manager.best())
 
-        assert manager.steps() == sorted(there)
-        assert manager.best() == (best[0] if best else None)
+    assert steps == expected_steps
+    assert bests == expected_bests
 
 
 def test_only_steps_are_removed(tmp_path):

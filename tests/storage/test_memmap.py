@@ -85,24 +85,39 @@ def incumbent_tree():
     )  # fmt: skip
 
 
-def test_folders_of_tensordict_open(tmp_path):
-    """A folder that tensordict wrote opens with all its entries."""
+@pytest.fixture
+def reopened(tmp_path):
+    """A tree of tensordict, and its folder as we open it."""
     theirs = incumbent_tree()
     theirs.memmap(tmp_path / "d")
+    return theirs, TensorDict.load_memmap(tmp_path / "d")
 
-    back = TensorDict.load_memmap(tmp_path / "d")
+
+def test_folders_of_tensordict_open(reopened):
+    """All entries are there, and the leaves are bit for bit those that tensordict wrote."""
+    theirs, back = reopened
 
     assert set(back.keys()) == set(theirs.keys())
     assert back.batch_size == (2,)
-    for key in ("a", ("n", "b"), ("n", "deep", "q"), "a/b", "..", "é x", "bf", "p"):
-        assert same_bytes(back[key], theirs[key].data)
-    assert back["s"] == "hello"
-    assert back["d"] == {"lr": 0.1}
-    assert back["ns"] == ["u", "v"]
+    keys = ("a", ("n", "b"), ("n", "deep", "q"), "a/b", "..", "é x", "bf", "p")
+    assert [key for key in keys if not same_bytes(back[key], theirs[key].data)] == []
+
+
+def test_values_in_folders_of_tensordict_open(reopened):
+    """Texts, data and stacks of data; and an empty tree."""
+    _, back = reopened
+
+    assert {key: back[key] for key in ("s", "d", "ns")} == {"s": "hello", "d": {"lr": 0.1}, "ns": ["u", "v"]}
+    assert back["e"].is_empty()
+
+
+def test_lazy_stacks_in_folders_of_tensordict_open(reopened):
+    """With leaves of different lengths."""
+    _, back = reopened
+
+    assert back["lazy"].batch_size == (2,)
     assert [x.tolist() for x in back["lazy"]["x"]] == [[0], [0, 0]]
     assert back["lazy"]["s"] == ["0", "1"]
-    assert back["e"].is_empty()
-    assert back["lazy"].batch_size == (2,)
 
 
 @tensordict.tensorclass
@@ -246,20 +261,52 @@ def test_memmap_like_is_sparse_and_fills_by_rows(tmp_path):
     assert TensorDict.load_memmap(tmp_path / "d")["tag"] == "x"
 
 
-def test_memmap_like_keeps_values_that_are_no_leaves(tmp_path):
-    """Non-tensor data that are tensors keep their values."""
-    value = NonTensorData(torch.tensor([1.0, 2.0]))
-    tree = TensorDict({"a": torch.ones(2), "v": value, "n": {"v": value}, "k": "txt"}, [2])
+VALUES = TensorDict(
+    {
+        "a": torch.ones(2),
+        "v": NonTensorData(torch.tensor([1.0, 2.0])),
+        "n": {"v": NonTensorData(torch.tensor([1.0, 2.0]))},
+        "k": "txt",
+    },
+    [2],
+)
 
-    for made in (tree.memmap_like(tmp_path / "d"), TensorDict.load_memmap(tmp_path / "d"), tree.memmap_like()):
-        assert made["a"].tolist() == [0, 0]
-        assert made["v"].tolist() == made["n", "v"].tolist() == [1, 2]
-        assert made["k"] == "txt"
-    missing = tree.set("v", NonTensorData(torch.zeros(2, device="meta")))
+
+def reopen_like(tree, folder):
+    """The folder of a tree like this one, opened."""
+    tree.memmap_like(folder)
+    return TensorDict.load_memmap(folder)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda folder: VALUES.memmap_like(folder), id="made"),
+        pytest.param(lambda folder: reopen_like(VALUES, folder), id="opened"),
+        pytest.param(lambda folder: VALUES.memmap_like(), id="no folder"),
+    ],
+)
+def test_memmap_like_keeps_values_that_are_no_leaves(make, tmp_path):
+    """Non-tensor data that are tensors keep their values."""
+    made = make(tmp_path / "d")
+
+    leaves = {"a": made["a"].tolist(), "v": made["v"].tolist(), "n": made["n", "v"].tolist()}
+    assert leaves == {"a": [0, 0], "v": [1, 2], "n": [1, 2]}
+    assert made["k"] == "txt"
+
+
+def test_memmap_like_refuses_values_without_values(tmp_path):
+    """Nothing is written."""
+    missing = VALUES.set("v", NonTensorData(torch.zeros(2, device="meta")))
     with pytest.raises(UnsupportedError, match="(?s)memmap_like: .*'v' have no values.*expected: values.*got:.*meta"):
         missing.memmap_like(tmp_path / "e")
-    assert os.listdir(tmp_path) == ["d"]
+    assert os.listdir(tmp_path) == []
+
+
+def test_memmap_like_takes_leaves_without_values(tmp_path):
+    """The mapped tree is on the CPU."""
     made = TensorDict({"a": torch.zeros(3, device="meta")}, device="meta").memmap_like(tmp_path / "d")
+
     assert made["a"].tolist() == [0, 0, 0]
     assert made.device == torch.device("cpu")
 

@@ -326,9 +326,9 @@ def test_a_lazy_stack_of_typed_trees_of_tensordict(at, given, tmp_path):
     plain, typed = (plain[at], typed[at]) if at else (plain, typed)
     assert [type(tree) for tree in typed.unbind(0)] == [Ragged, Ragged]
     assert [type(tree) for tree in plain.unbind(0)] == [TensorDict, TensorDict]
-    for tree in (plain, typed):
-        assert [part["x"].tolist() for part in tree.unbind(0)] == [[0.0], [0.0, 0.0]]
-        assert [part["s"] for part in tree.unbind(0)] == ["word", "word"]
+    parts = [*plain.unbind(0), *typed.unbind(0)]
+    assert [part["x"].tolist() for part in parts] == [[0.0], [0.0, 0.0]] * 2
+    assert [part["s"] for part in parts] == ["word"] * 4
 
 
 def test_a_lazy_stack_of_tensordict_s_tensorclass(tmp_path):

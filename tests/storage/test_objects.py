@@ -109,18 +109,28 @@ def test_tensors_and_trees_by_name(tmp_path):
     assert back["f"] == 2**2048 - 1
 
 
-def test_extra_state_of_any_kind(tmp_path):
+def in_a_file(tree, folder):
+    """The tree after a save and a load."""
+    tdf.save(tree, folder / "x.safetensors")
+    return tdf.load(folder / "x.safetensors")
+
+
+def in_a_folder(tree, folder):
+    """The tree on mapped files, loaded."""
+    tree.memmap(folder / "m")
+    return tdf.load(folder / "m")
+
+
+@pytest.mark.parametrize("round_trip", [in_a_file, in_a_folder])
+def test_extra_state_of_any_kind(round_trip, tmp_path):
     """Extra state that JSON does not hold keeps its kind and its batch size."""
     tree = TensorDict({"a": torch.zeros(2), "_extra_state": NonTensorData((1, torch.ones(3)), [2])}, [2], device="cpu")
     tree = tree._replace(tree._data, kinds={"_extra_state": Kind.EXTRA_STATE})
-    tdf.save(tree, tmp_path / "x.safetensors")
-    tree.memmap(tmp_path / "m")
+    back = round_trip(tree, tmp_path)
 
-    for path in (tmp_path / "x.safetensors", tmp_path / "m"):
-        back = tdf.load(path)
-        assert back.kind("_extra_state") is Kind.EXTRA_STATE
-        assert back._data["_extra_state"].shape == (2,)
-        assert_equal(back["_extra_state"], tree["_extra_state"])
+    assert back.kind("_extra_state") is Kind.EXTRA_STATE
+    assert back._data["_extra_state"].shape == (2,)
+    assert_equal(back["_extra_state"], tree["_extra_state"])
 
 
 OPTIMIZERS = {

@@ -113,16 +113,20 @@ def test_a_memmap_from_a_folder_that_is_gone(two_folders, tmp_path):
     assert value_of(tree_of(1).memmap(tmp_path / "tree")) == 1
 
 
-def test_paths_of_every_kind(two_folders):
+@pytest.mark.parametrize(
+    "name",
+    [b"bytes", "é中", os.fsdecode(b"\xff"), " ", "x" * 243],
+    ids=["bytes", "letters", "no text", "space", "long"],
+)
+def test_paths_of_every_kind(two_folders, name):
     """Every call takes names of bytes, of the greatest length, and with letters that are not text."""
-    for name in (b"bytes", "é中", os.fsdecode(b"\xff"), " ", "x" * 243):
-        file = os.fsdecode(name) + ".safetensors"
-        tdfunc.save(tree_of(1), file)
-        tree_of(2).memmap(name)
-        manager = CheckpointManager(os.fsencode(name) + b"-run")
-        manager.save(1, tree_of(3))
+    file = os.fsdecode(name) + ".safetensors"
+    tdfunc.save(tree_of(1), file)
+    tree_of(2).memmap(name)
+    manager = CheckpointManager(os.fsencode(name) + b"-run")
+    manager.save(1, tree_of(3))
 
-        assert value_of(tdfunc.load(file)) == 1
-        assert value_of(TensorDict.load_memmap(name)) == 2
-        assert value_of(manager.load()) == 3
-    assert len(os.listdir()) == 15
+    assert value_of(tdfunc.load(file)) == 1
+    assert value_of(TensorDict.load_memmap(name)) == 2
+    assert value_of(manager.load()) == 3
+    assert len(os.listdir()) == 3

@@ -142,24 +142,40 @@ def test_like_of_a_lazy_stack(tmp_path):
         load(path, like=other)
 
 
-def test_dtype_casts_floating_leaves_and_no_others(tmp_path):
-    """Floating leaves are cast, Parameters stay Parameters, and other leaves do not change."""
+@pytest.fixture
+def mixed(tmp_path):
+    """A tree with a leaf of each dtype, a Parameter and a value, and its file."""
     tree = TensorDict({name: of_dtype(name, (2, 4)) for name in DTYPES[:-2]}, [2])
     tree = tree.set("p", nn.Parameter(torch.randn(2, 2), requires_grad=False))
     tree = tree.set("v", tdfunc.NonTensorData(torch.ones(2), [2]))
-    path = saved(tree, tmp_path)
+    return tree, saved(tree, tmp_path)
 
+
+def test_dtype_casts_floating_leaves_and_no_others(mixed):
+    """Other leaves and values do not change."""
+    tree, path = mixed
     back = load(path, dtype=torch.bfloat16)
 
-    for key in (*DTYPES[:-2], "p"):
-        expected = tree[key].to(torch.bfloat16) if tree[key].is_floating_point() else tree[key]
-        assert back[key].dtype == expected.dtype, key
-        torch.testing.assert_close(back[key].detach(), expected.detach(), rtol=0, atol=0, equal_nan=True)
+    leaves = {key: tree[key].detach() for key in (*DTYPES[:-2], "p")}
+    expected = {key: leaf.to(torch.bfloat16) if leaf.is_floating_point() else leaf for key, leaf in leaves.items()}
+    found = {key: back[key].detach() for key in leaves}
+    assert {key: leaf.dtype for key, leaf in found.items()} == {key: leaf.dtype for key, leaf in expected.items()}
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert back["v"].dtype == torch.float32
+
+
+def test_cast_parameters_stay_parameters(mixed):
+    """Without a gradient where they had none."""
+    back = load(mixed[1], dtype=torch.bfloat16)
+
     assert type(back["p"]) is nn.Parameter
     assert not back["p"].requires_grad
-    assert back["v"].dtype == torch.float32
-    assert load(path, dtype=torch.float16, device="meta")["p"].dtype == torch.float16
-    assert load(path, dtype=torch.float16, where="p")["p"].dtype == torch.float16
+
+
+@pytest.mark.parametrize("options", [{"device": "meta"}, {"where": "p"}], ids=["meta", "where"])
+def test_dtype_casts_what_is_loaded_in_another_way(mixed, options):
+    """Without values, or of one leaf."""
+    assert load(mixed[1], dtype=torch.float16, **options)["p"].dtype == torch.float16
 
 
 def test_like_compares_what_dtype_gives(tmp_path):
