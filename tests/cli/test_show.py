@@ -18,24 +18,39 @@ from tests.storage.trees import DTYPES, of_dtype
 
 @pytest.mark.parametrize("format", WRITERS)
 def test_json_lists_every_leaf(format, tmp_path):
-    """The JSON has every leaf with its dtype, shape, size and ties."""
+    """The JSON has every leaf with its dtype, shape and size."""
     tree = make_tree()
-    path = write_as(format, tree, tmp_path)
+    found = run("show", write_as(format, tree, tmp_path), "--json").json
 
+    state = {name: leaf for name, leaf in tree.state_dict().items() if name != "out.weight"}
+    leaves = {leaf["name"]: {key: leaf[key] for key in ("dtype", "shape", "bytes")} for leaf in found["leaves"]}
+    assert leaves == {
+        name: {"dtype": str(leaf.dtype)[6:], "shape": list(leaf.shape), "bytes": leaf.nbytes}
+        for name, leaf in state.items()
+    }
+    assert found["bytes"] == sum(leaf["bytes"] for leaf in leaves.values())
+
+
+@pytest.mark.parametrize(
+    ("format", "kind"), [(format, "parameter") for format in WRITERS if format != "torch"] + [("torch", None)]
+)
+def test_json_has_ties_and_kinds(format, kind, tmp_path):
+    """Files of torch have no kinds."""
+    leaves = run("show", write_as(format, make_tree(), tmp_path), "--json").json["leaves"]
+    (leaf,) = [leaf for leaf in leaves if leaf["name"] == "emb.weight"]
+
+    assert leaf["tied_to"] == [["out", "weight"]]
+    assert leaf["kind"] == kind
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_json_has_the_format_and_its_checksums(format, tmp_path):
+    """A folder has files."""
+    path = write_as(format, make_tree(), tmp_path)
     found = run("show", path, "--json").json
 
-    state = tree.state_dict()
-    leaves = {leaf["name"]: leaf for leaf in found["leaves"]}
-    assert set(leaves) == set(state) - {"out.weight"}
-    for name, leaf in leaves.items():
-        assert leaf["dtype"] == str(state[name].dtype)[6:]
-        assert leaf["shape"] == list(state[name].shape)
-        assert leaf["bytes"] == state[name].nbytes
-    assert leaves["emb.weight"]["tied_to"] == [["out", "weight"]]
-    assert leaves["emb.weight"]["kind"] == (None if format == "torch" else "parameter")
-    assert found["bytes"] == sum(leaf["bytes"] for leaf in leaves.values())
     assert found["format"] == format
-    assert found["checksums"] == ("xxh3-64" if format in ("safetensors", "shards") else None)
+    assert found["checksums"] == {"safetensors": "xxh3-64", "shards": "xxh3-64"}.get(format)
     assert (" file" in run("show", path).out) == (format in ("shards", "memmap"))
 
 

@@ -39,17 +39,26 @@ def test_order_after_a_part_is_loaded():
     assert [name for name, _ in model.named_parameters()] == ["weight", "bias"]
 
 
-def test_memory_mapped_weights(tmp_path):
-    """A saved tree, from a file or a memory-mapped folder, loads into a module as Parameters."""
-    model = nn.Sequential(nn.Linear(3, 2))
-    tdfunc.save(from_module(model), tmp_path / "file.safetensors")
-    from_module(model).detach().memmap(tmp_path / "folder")
+def from_file(tree, folder):
+    """The tree after a save and a load."""
+    tdfunc.save(tree, folder / "file.safetensors")
+    return tdfunc.load(folder / "file.safetensors")
 
-    for tree in (tdfunc.load(tmp_path / "file.safetensors"), TensorDict.load_memmap(tmp_path / "folder")):
-        other = nn.Sequential(nn.Linear(3, 2))
-        tree.to_module(other)
-        assert torch.equal(other(X), model(X))
-        assert all(isinstance(p, nn.Parameter) for p in other.parameters())
+
+def from_folder(tree, folder):
+    """The tree on mapped files, loaded."""
+    tree.detach().memmap(folder / "folder")
+    return TensorDict.load_memmap(folder / "folder")
+
+
+@pytest.mark.parametrize("round_trip", [from_file, from_folder])
+def test_memory_mapped_weights(round_trip, tmp_path):
+    """A saved tree, from a file or a memory-mapped folder, loads into a module as Parameters."""
+    model, other = nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 2))
+    round_trip(from_module(model), tmp_path).to_module(other)
+
+    assert torch.equal(other(X), model(X))
+    assert [name for name, p in other.named_parameters() if not isinstance(p, nn.Parameter)] == []
 
 
 # -- derivatives --------------------------------------------------------------------------------------------------
