@@ -88,27 +88,43 @@ def test_state_dict_says_what_it_leaves_out(count, text, tmp_path):
     assert list(torch.load(tmp_path / "t.pt", weights_only=True)) == ["w"]
 
 
-def test_whole_training_state_converts(tmp_path):
-    """A file of models, optimizers and counters converts: the model is a tree, and the rest comes back equal."""
+@pytest.fixture
+def trained():
+    """A model and its optimizer after a step."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2)).sum().backward()
     optimizer.step()
+    return model, optimizer
+
+
+def test_whole_training_state_converts(trained, tmp_path):
+    """A file of models, optimizers and counters converts: the model is a tree, and the rest comes back equal."""
+    model, optimizer = trained
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "size": torch.Size([2])}
     torch.save(state, tmp_path / "t.pt")
-    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
-    results = [run("convert", tmp_path / f"{name}.pt", tmp_path / f"{name}.safetensors") for name in "to"]
+    result = run("convert", tmp_path / "t.pt", tmp_path / "t.safetensors")
+    tree = load(tmp_path / "t.safetensors")
 
-    tree, alone = load(tmp_path / "t.safetensors"), load(tmp_path / "o.safetensors")
-    assert [result.code for result in results] == [0, 0]
-    assert ["not kept: size: Size becomes tuple" in result.err for result in results] == [True, False]
+    assert result.code == 0
+    assert "not kept: size: Size becomes tuple" in result.err
     assert torch.equal(tree["model", "weight"], model.weight)
     assert repr(tree["optimizer"]) == repr(optimizer.state_dict())
-    assert tree["epoch"] == 3
-    assert tree["size"] == (2,)
-    assert repr({key: alone[key] for key in ("state", "param_groups")}) == repr(optimizer.state_dict())
+    assert {name: tree[name] for name in ("epoch", "size")} == {"epoch": 3, "size": (2,)}
     optimizer.load_state_dict(tree["optimizer"])
     assert optimizer.state_dict()["state"][0]["step"] == 1
+
+
+def test_the_state_of_an_optimizer_converts(trained, tmp_path):
+    """Alone, with everything kept."""
+    _, optimizer = trained
+    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
+    result = run("convert", tmp_path / "o.pt", tmp_path / "o.safetensors")
+    alone = load(tmp_path / "o.safetensors")
+
+    assert result.code == 0
+    assert "not kept: size" not in result.err
+    assert repr({key: alone[key] for key in ("state", "param_groups")}) == repr(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("out", ["o", "t"], ids=["a new target", "an old target"])
@@ -400,25 +416,34 @@ def test_results_replace_their_source_only_when_told(format, tmp_path, monkeypat
     assert_same_state(read_back(path), expected)
 
 
-def test_shards_beside_other_files(tmp_path):
-    """Shards go next to other files of a folder, and never into a memmap folder."""
+@pytest.fixture
+def beside(tmp_path):
+    """A file, a folder of a model with its shards and another file, and a memmap folder."""
     save(TensorDict({"a": torch.ones(3)}), tmp_path / "t.safetensors")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({}))
     TensorDict({"a": torch.ones(3)}).memmap(tmp_path / "folder")
-
     assert run("convert", tmp_path / "t.safetensors", tmp_path / "model", "--to", "shards").code == 0
-    again = run("convert", tmp_path / "t.safetensors", tmp_path / "model", "--to", "shards")
-    single = run("convert", tmp_path / "t.safetensors", tmp_path / "model" / "model.safetensors")
-    mixed = run("convert", tmp_path / "t.safetensors", tmp_path / "folder", "--to", "shards", "--force")
-    over = run("convert", tmp_path / "t.safetensors", tmp_path / "model", "--to", "memmap", "--force")
+    return tmp_path
 
-    assert (tmp_path / "model" / "config.json").exists()
-    assert [result.code for result in (again, single, mixed, over)] == [2, 2, 2, 2]
-    assert "model.safetensors.index.json exists" in again.err
-    assert "model.safetensors.index.json exists" in single.err
-    assert "contains a memmapped tree" in mixed.err
-    assert "not part of a memmapped tree" in over.err
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        ("model", ["--to", "shards"], "model.safetensors.index.json exists"),
+        ("model/model.safetensors", [], "model.safetensors.index.json exists"),
+        ("folder", ["--to", "shards", "--force"], "contains a memmapped tree"),
+        ("model", ["--to", "memmap", "--force"], "not part of a memmapped tree"),
+    ],
+    ids=["shards again", "a file beside shards", "shards in a memmap folder", "a memmap folder over shards"],
+)
+def test_shards_beside_other_files(beside, target, options, message):
+    """Shards go next to other files of a folder, which stay, and never into a memmap folder."""
+    result = run("convert", beside / "t.safetensors", beside / target, *options)
+
+    assert result.code == 2
+    assert message in result.err
+    assert (beside / "model" / "config.json").exists()
 
 
 def test_urls(tmp_path):

@@ -278,23 +278,43 @@ def test_a_save_in_the_middle_of_a_transform(transform, copy, tmp_path):
 
 
 @pytest.mark.usefixtures("failing")
-def test_errors_come_from_the_handle_the_next_save_or_wait(tmp_path):
-    """An error is raised once: by the handle, else by the next save, `wait`, or the end of the block."""
+def test_an_error_comes_from_the_handle(tmp_path):
+    """Once: what comes after is not told."""
     saver = AsyncSaver()
     with pytest.raises(OSError, match="No space left"):
         saver.save(TREE, tmp_path / "a.safetensors").result()
+    assert "No space" in str(saver.save(TREE, tmp_path / "b.safetensors").exception())
+    saver.wait()
+
+
+@pytest.mark.usefixtures("failing")
+def test_an_error_comes_from_the_next_save(tmp_path):
+    """If nobody asked the handle, which has it too; the save does not begin."""
+    saver = AsyncSaver()
     handle = saver.save(TREE, tmp_path / "b.safetensors")
     with pytest.raises(OSError, match="No space left"):
         saver.save(TREE, tmp_path / "c.safetensors")
     assert isinstance(handle.exception(), OSError)
     assert saver._queue.pending == []
+    saver.wait()
+
+
+@pytest.mark.usefixtures("failing")
+def test_an_error_comes_from_wait(tmp_path):
+    """Once."""
+    saver = AsyncSaver()
     saver.save(TREE, tmp_path / "d.safetensors")
     with pytest.raises(OSError, match="No space left"):
         saver.wait()
     saver.wait()
+
+
+@pytest.mark.usefixtures("failing")
+def test_an_error_comes_from_the_end_of_the_block(tmp_path):
+    """Once."""
+    saver = AsyncSaver()
     with pytest.raises(OSError, match="No space left"), saver:
         saver.save(TREE, tmp_path / "e.safetensors")
-    assert "No space" in str(saver.save(TREE, tmp_path / "f.safetensors").exception())
     saver.wait()
 
 

@@ -350,20 +350,35 @@ def test_memmap_in_place_refusals(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_memmap_in_place_of_a_tensor_under_two_keys(tmp_path, monkeypatch):
-    """A tensor under two keys has one file with two names, so writes to it show under both."""
+@pytest.fixture
+def shared(tmp_path):
+    """A tree with a tensor under three keys and in a value, and a copy of it, on mapped files."""
     x = torch.arange(3.0)
     td = TensorDict({"v": NonTensorData(x), "a": x, "b": x, "n": {"c": x}, "own": x.clone()})
     td.memmap_(tmp_path / "d").memmap_(tmp_path / "d")
     td.set_("a", torch.full((3,), 7.0))
+    return td
 
-    assert [values_of(t.select("a", "b", "n")) for t in (td, TensorDict.load_memmap(tmp_path / "d"))] == [{7}, {7}]
-    # Non-tensor data that are the same tensor follow too, as they do in memory; a tensor of equal values does not.
-    assert td["v"].tolist() == TensorDict.load_memmap(tmp_path / "d")["v"].tolist() == [7, 7, 7]
-    assert TensorDict.load_memmap(tmp_path / "d")["own"].tolist() == [0, 1, 2]
-    td.memmap_refresh_()
-    td.set_("b", torch.full((3,), 8.0))
+
+def test_memmap_in_place_of_a_tensor_under_two_keys(shared, tmp_path):
+    """It has one file with two names, so writes to it show under both, also after a refresh."""
+    assert values_of(shared.select("a", "b", "n")) == {7}
+    assert values_of(TensorDict.load_memmap(tmp_path / "d").select("a", "b", "n")) == {7}
+    shared.memmap_refresh_()
+    shared.set_("b", torch.full((3,), 8.0))
     assert values_of(TensorDict.load_memmap(tmp_path / "d").select("a", "b", "n")) == {8}
+
+
+def test_values_that_are_the_same_tensor_follow(shared, tmp_path):
+    """As they do in memory; a tensor of equal values does not."""
+    assert shared["v"].tolist() == [7, 7, 7]
+    back = TensorDict.load_memmap(tmp_path / "d")
+    assert back["v"].tolist() == [7, 7, 7]
+    assert back["own"].tolist() == [0, 1, 2]
+
+
+def test_memmap_in_place_where_a_file_has_one_name(tmp_path, monkeypatch):
+    """A tensor under two keys is refused, unless they are tied."""
 
     def no_link(*_):
         raise OSError
@@ -373,7 +388,7 @@ def test_memmap_in_place_of_a_tensor_under_two_keys(tmp_path, monkeypatch):
         UnsupportedError, match=r"(?s)b\.memmap and a\.memmap are one tensor.*no file two names.*td\.tie"
     ):
         TensorDict({"a": (y := torch.ones(1)), "b": y}).memmap_(tmp_path / "e")
-    assert os.listdir(tmp_path) == ["d"]
+    assert os.listdir(tmp_path) == []
     retie(TensorDict({"a": y, "n": {"b": y}}), [[("a",), ("n", "b")]]).memmap(tmp_path / "e")
     assert TensorDict.load_memmap(tmp_path / "e" / "n")["b"].tolist() == [1]
 

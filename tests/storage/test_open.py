@@ -149,51 +149,95 @@ def test_reads_only_what_is_asked_for(layers, monkeypatch):
         assert spans == [10 * 3 * 4] * 11
 
 
-def test_views_of_the_tree(layers):
-    """The handle reads as a mapping does."""
-    path, tree = layers
-
-    with tdfunc.open(path) as f:
+def test_a_handle_reads_as_a_mapping(layers):
+    """It has keys, and values that are no leaves."""
+    with tdfunc.open(layers[0]) as f:
         assert len(f) == 2
         assert list(f) == ["layers", "note"]
         assert f.keys() == ["layers", "note"]
         assert f["note"] == "text"
-        assert ("layers", "7") in f
-        assert ("layers", "77") not in f
-        assert ("note", "x") not in f
+
+
+@pytest.mark.parametrize(
+    ("key", "is_there"), [(("layers", "7"), True), (("layers", "77"), False), (("note", "x"), False)], ids=str
+)
+def test_a_handle_has_nested_keys(layers, key, is_there):
+    """Those of sub-trees."""
+    with tdfunc.open(layers[0]) as f:
+        assert (key in f) is is_there
+
+
+def test_views_of_the_tree(layers):
+    """A part of a handle reads as the handle does."""
+    path, tree = layers
+
+    with tdfunc.open(path) as f:
         assert len(f["layers"]["7"]) == 1
         assert f["layers"]["7"].paths() == [("w",)]
         assert torch.equal(f["layers"]["7"]["w"], tree["layers", "7", "w"])
         assert torch.equal(f["layers"].slice(("7", "w"), 2), tree["layers", "7", "w"][2])
+
+
+def test_a_handle_shows_what_it_is(layers):
+    """The metadata of the file; the place and the keys of a part; that it is closed."""
+    with tdfunc.open(layers[0]) as f:
         assert f.metadata == {"format": "pt"}
         assert "t.safetensors' at 'layers.7', keys=['w']" in repr(f["layers", "7"])
-        with pytest.raises(MissingKeyError, match=r"no key 'x' under 'layers\.7'[\s\S]*one of 'w'"):
-            f["layers", "7", "x"]
-        with pytest.raises(MissingKeyError, match=r"no key 'y' under 'layers\.7\.w'"):
-            f["layers", "7", "w", "y"]
-        with pytest.raises(TypeError, match=r"'layers.7'[\s\S]*path of a leaf"):
-            f.slice(("layers", "7"), 0)
-        with pytest.raises(TypeError, match="path of a leaf"):
-            f.slice("note", 0)
     assert "closed" in repr(f)
 
 
-def test_lazy_stacks_and_typed_trees(tmp_path):
-    """Lazy stacks and typed trees are read as themselves."""
-    stack = lazy_stack([TensorDict({"x": torch.full((i + 1,), float(i))}) for i in range(3)])
-    point = Point(x=torch.ones(2), batch_size=[])
-    tree = TensorDict({"s": stack, "p": point, "o": NonTensorData((torch.ones(1),))})
+@pytest.mark.parametrize(
+    ("key", "pattern"),
+    [
+        (("layers", "7", "x"), r"no key 'x' under 'layers\.7'[\s\S]*one of 'w'"),
+        (("layers", "7", "w", "y"), r"no key 'y' under 'layers\.7\.w'"),
+    ],
+    ids=["in a tree", "in a leaf"],
+)
+def test_a_missing_key_is_named(layers, key, pattern):
+    """With the part that lacks it."""
+    with tdfunc.open(layers[0]) as f, pytest.raises(MissingKeyError, match=pattern):
+        f[key]
 
-    with tdfunc.open(saved(tree, tmp_path)) as f:
-        assert ("o", "0") not in f
-        assert [x.tolist() for x in f["s", "x"]] == [x.tolist() for x in tree["s", "x"]]
+
+@pytest.mark.parametrize(
+    ("key", "pattern"),
+    [(("layers", "7"), r"'layers.7'[\s\S]*path of a leaf"), ("note", "path of a leaf")],
+    ids=["tree", "value"],
+)
+def test_only_leaves_have_slices(layers, key, pattern):
+    """Trees and values have none."""
+    with tdfunc.open(layers[0]) as f, pytest.raises(TypeError, match=pattern):
+        f.slice(key, 0)
+
+
+def test_lazy_stacks_are_read_as_themselves(tmp_path):
+    """Their keys are those of their parts, which have no keys of their own."""
+    stack = lazy_stack([TensorDict({"x": torch.full((i + 1,), float(i))}) for i in range(3)])
+
+    with tdfunc.open(saved(TensorDict({"s": stack}), tmp_path)) as f:
+        assert [x.tolist() for x in f["s", "x"]] == [x.tolist() for x in stack["x"]]
         assert f["s"].keys() == ["x"]
         assert ("s", "x") in f
         assert ("s", "0") not in f
-        assert_same(f["s"].load(), tree["s"])
+        assert_same(f["s"].load(), stack)
+
+
+def test_values_have_no_keys(tmp_path):
+    """Tensors inside of them are no leaves."""
+    with tdfunc.open(saved(TensorDict({"o": NonTensorData((torch.ones(1),))}), tmp_path)) as f:
+        assert ("o", "0") not in f
+
+
+def test_typed_trees_are_read_as_themselves(tmp_path):
+    """Or as the class that is given, when the part or the file is read."""
+    point = Point(x=torch.ones(2), batch_size=[])
+    path = saved(TensorDict({"p": point}), tmp_path)
+
+    with tdfunc.open(path) as f:
         assert [type(f["p"].load(classes=classes)) for classes in (None, TensorDict)] == [Point, TensorDict]
         assert torch.equal(f["p", "x"], point.x)
-    with tdfunc.open(tmp_path / "t.safetensors", classes=TensorDict) as f:
+    with tdfunc.open(path, classes=TensorDict) as f:
         assert type(f["p"].load()) is TensorDict
 
 

@@ -1,6 +1,7 @@
 """A push of weights is proven, or the engine is not used."""
 
 import random
+import re
 
 import pytest
 import torch
@@ -80,6 +81,19 @@ FAULTS = {
 }
 
 
+def push_with_faults(engine, model):
+    """A faulty push and a whole one: the errors of the push and of the label after it, and the label at last."""
+    found = []
+    for call in (lambda: push(engine, model), lambda: proven_label(engine.label())):
+        try:
+            found.append(call())
+        except Exception as err:
+            found.append(err)
+    engine.fault = None
+    push(engine, model)
+    return *found, proven_label(engine.label())
+
+
 @pytest.mark.parametrize("count", quick([3, 150], 3))
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_caught(made, name, count, seed):
@@ -87,17 +101,19 @@ def test_faults_are_caught(made, name, count, seed):
     draws, shapes = random.Random(seed), [leaf.shape for leaf in made[1].state_dict().values()]
     usable = [i for i in range(len(shapes)) if name != "swapped" or shapes.index(shapes[i]) == i]
     usable = [i for i in usable if name != "swapped" or shapes.count(shapes[i]) > 1]
-    for _ in range(count):
+    found = {}
+    for number in range(count):
         engine = FakeEngine(made[0])
         engine.fault, engine.chosen = name, draws.choice(usable)
         engine.factor = draws.choice([0.0, 0.5, 0.98, 1.02, 2.0, -1.0, float("nan")])
-        with pytest.raises(FAULTS[name]):
-            push(engine, made[1])
-        with pytest.raises(ConcurrencyError, match="are not proven(?s:.*)'1'(?s:.*)push again"):
-            proven_label(engine.label())
-        engine.fault = None
-        push(engine, made[1])
-        assert proven_label(engine.label()) == "1"
+        found[number, engine.chosen, engine.factor] = push_with_faults(engine, made[1])
+
+    assert {case: error for case, (error, *_) in found.items() if not isinstance(error, FAULTS[name])} == {}
+    labels = {case: label for case, (_, label, _) in found.items() if not isinstance(label, ConcurrencyError)}
+    assert labels == {}
+    pattern = "are not proven(?s:.*)'1'(?s:.*)push again"
+    assert [str(label) for _, label, _ in found.values() if not re.search(pattern, str(label))] == []
+    assert {case: label for case, (*_, label) in found.items() if label != "1"} == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
