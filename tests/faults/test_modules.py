@@ -116,10 +116,9 @@ def test_batch_norm_with_a_cumulative_average():
     models = [Norm(momentum=None), Norm(momentum=None)]
 
     out, new = Ensemble(functional(models[0])[0]).with_buffers(stack_modules(models), None, X)
-
-    for i, model in enumerate(models):
-        torch.testing.assert_close(out[i], model(X))
-        torch.testing.assert_close(new["norm", "running_mean"][i], model.norm.running_mean)
+    torch.testing.assert_close(out, torch.stack([model(X) for model in models]))
+    means = torch.stack([model.norm.running_mean for model in models])
+    torch.testing.assert_close(new["norm", "running_mean"], means)
 
 
 # -- ties ---------------------------------------------------------------------------------------------------------
@@ -207,21 +206,23 @@ def test_modules_that_vmap_may_not_run(kind):
     ours = tree_leaves(Ensemble(functional(models[0])[0])(stack_modules(models), X))
 
     expected = zip(*[tree_leaves(model(X)) for model in models], strict=True)
-    for leaf, outs in zip(ours, expected, strict=True):
-        torch.testing.assert_close(leaf, torch.stack(outs))
+    torch.testing.assert_close(ours, [torch.stack(outs) for outs in expected])
 
 
-def test_lazy_modules():
+@pytest.mark.parametrize(
+    "call",
+    [from_module, functional, lambda m: stack_modules([m, m])],
+    ids=["from_module", "functional", "stack_modules"],
+)
+def test_lazy_modules(call):
     """Parameters without a shape raise with the remedy."""
-    for call in (from_module, functional, lambda m: stack_modules([m, m])):
-        with pytest.raises(UnsupportedError, match=r"'weight'[\s\S]*run the module once"):
-            call(nn.LazyLinear(2))
+    with pytest.raises(UnsupportedError, match=r"'weight'[\s\S]*run the module once"):
+        call(nn.LazyLinear(2))
 
 
-def test_script_modules():
+@pytest.mark.parametrize("call", [from_module, functional])
+def test_script_modules(call):
     """A scripted module raises with the remedy."""
     scripted = torch.jit.script(nn.Linear(3, 2))
-
-    for call in (from_module, functional):
-        with pytest.raises(UnsupportedError, match=r"ScriptModule[\s\S]*scripted or traced from"):
-            call(scripted)
+    with pytest.raises(UnsupportedError, match=r"ScriptModule[\s\S]*scripted or traced from"):
+        call(scripted)
