@@ -88,31 +88,50 @@ def test_state_dict_says_what_it_leaves_out(count, text, tmp_path):
     assert list(torch.load(tmp_path / "t.pt", weights_only=True)) == ["w"]
 
 
-def test_whole_training_state_converts(tmp_path):
-    """A file of models, optimizers and counters converts: the model is a tree, and the rest comes back equal."""
+@pytest.fixture
+def trained():
+    """A model and its optimizer after a step."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2)).sum().backward()
     optimizer.step()
+    return model, optimizer
+
+
+def test_whole_training_state_converts(trained, tmp_path):
+    """A file of models, optimizers and counters converts: the model is a tree, and the rest comes back equal."""
+    model, optimizer = trained
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "size": torch.Size([2])}
     torch.save(state, tmp_path / "t.pt")
-    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
-    results = [run("convert", tmp_path / f"{name}.pt", tmp_path / f"{name}.safetensors") for name in "to"]
+    result = run("convert", tmp_path / "t.pt", tmp_path / "t.safetensors")
+    tree = load(tmp_path / "t.safetensors")
 
-    tree, alone = load(tmp_path / "t.safetensors"), load(tmp_path / "o.safetensors")
-    assert [result.code for result in results] == [0, 0]
-    assert ["not kept: size: Size becomes tuple" in result.err for result in results] == [True, False]
+    assert result.code == 0
+    assert "not kept: size: Size becomes tuple" in result.err
     assert torch.equal(tree["model", "weight"], model.weight)
     assert repr(tree["optimizer"]) == repr(optimizer.state_dict())
-    assert tree["epoch"] == 3
-    assert tree["size"] == (2,)
-    assert repr({key: alone[key] for key in ("state", "param_groups")}) == repr(optimizer.state_dict())
+    assert {name: tree[name] for name in ("epoch", "size")} == {"epoch": 3, "size": (2,)}
     optimizer.load_state_dict(tree["optimizer"])
     assert optimizer.state_dict()["state"][0]["step"] == 1
 
 
-def test_errors_name_the_file(tmp_path):
+def test_the_state_of_an_optimizer_converts(trained, tmp_path):
+    """Alone, with everything kept."""
+    _, optimizer = trained
+    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
+    result = run("convert", tmp_path / "o.pt", tmp_path / "o.safetensors")
+    alone = load(tmp_path / "o.safetensors")
+
+    assert result.code == 0
+    assert "not kept: size" not in result.err
+    assert repr({key: alone[key] for key in ("state", "param_groups")}) == repr(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("out", ["o", "t"], ids=["a new target", "an old target"])
+@pytest.mark.parametrize("args", [["average", "a.safetensors"], ["cast", "--dtype", "f16"]], ids=["average", "cast"])
+def test_errors_name_the_file(args, out, tmp_path, monkeypatch):
     """A damaged input is named, writes nothing, and leaves the old target whole."""
+    monkeypatch.chdir(tmp_path)
     for name in "abt":
         save(TensorDict({"w": torch.ones(100)}), tmp_path / f"{name}.safetensors")
     before = (tmp_path / "t.safetensors").read_bytes()
@@ -120,40 +139,66 @@ def test_errors_name_the_file(tmp_path):
     raw[-1] ^= 1
     (tmp_path / "b.safetensors").write_bytes(raw)
 
-    for args in (["average", tmp_path / "a.safetensors"], ["cast", "--dtype", "f16"]):
-        for out in ("o", "t"):
-            result = run(*args, tmp_path / "b.safetensors", "-o", tmp_path / f"{out}.safetensors", "--force")
-            assert result.code == 2
-            assert 'b.safetensors: leaf "w" is damaged' in result.err
+    result = run(*args, tmp_path / "b.safetensors", "-o", tmp_path / f"{out}.safetensors", "--force")
+    assert result.code == 2
+    assert 'b.safetensors: leaf "w" is damaged' in result.err
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["a", "b", "t"]
     assert (tmp_path / "t.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+BASE = torch.arange(12.0).reshape(3, 4)
+KINDS_OF_FILES = pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+
+
+def converted(data, folder, legacy):
+    """Data of a file of torch, of now or of an old version, after its conversion."""
+    torch.save(data, folder / "t.pt", _use_new_zipfile_serialization=not legacy)
+    assert run("convert", folder / "t.pt", folder / "t.safetensors").code == 0
+    return load(folder / "t.safetensors")
+
+
+@KINDS_OF_FILES
 def test_shapes_of_torch_files(legacy, tmp_path):
-    """A bare tensor, a list, a Parameter, a view, keys that are not texts, and a file of an old torch are read."""
-    base = torch.arange(12.0).reshape(3, 4)
-    data = {"list": [base.T, {"a": base[1:]}], "tuple": (1, 2), "p": torch.nn.Parameter(base), "a.b": base, "a": 5}
-    data |= {"none": {}, "plain": {"lr": 1}, "ints": {1: base, "x": base}}
-    torch.save(data, tmp_path / "t.pt", _use_new_zipfile_serialization=not legacy)
-    torch.save(base, tmp_path / "one.pt", _use_new_zipfile_serialization=not legacy)
-    torch.save(data["ints"], tmp_path / "ints.pt", _use_new_zipfile_serialization=not legacy)
+    """Lists with views, and keys with dots and beside their beginnings."""
+    data = {"list": [BASE.T, {"a": BASE[1:]}], "a.b": BASE, "a": 5}
+    tree = converted(data, tmp_path, legacy)
 
-    for name in ("t", "one", "ints"):
-        assert run("convert", tmp_path / f"{name}.pt", tmp_path / f"{name}.safetensors").code == 0
-
-    tree = load(tmp_path / "t.safetensors")
-    assert torch.equal(tree["list"][0], base.T)
-    assert torch.equal(tree["list"][1]["a"], base[1:])
-    assert isinstance(tree["p"], torch.nn.Parameter)
-    assert tree["tuple"] == (1, 2)
+    found = {"T": tree["list"][0], "rows": tree["list"][1]["a"], "a.b": tree["a.b"]}
+    torch.testing.assert_close(found, {"T": BASE.T, "rows": BASE[1:], "a.b": BASE}, rtol=0, atol=0)
     assert tree["a"] == 5
-    assert torch.equal(tree["a.b"], base)
-    assert torch.equal(load(tmp_path / "one.safetensors")["value"], base)
-    assert isinstance(tree["none"], TensorDict)
+
+
+@KINDS_OF_FILES
+def test_plain_values_of_torch_files(legacy, tmp_path):
+    """Tuples and dicts of values are kept, and an empty dict is an empty tree."""
+    tree = converted({"tuple": (1, 2), "none": {}, "plain": {"lr": 1}, "w": BASE}, tmp_path, legacy)
+
+    assert tree["tuple"] == (1, 2)
     assert tree["plain"] == {"lr": 1}
-    for ints in (tree["ints"], load(tmp_path / "ints.safetensors")["value"]):
-        assert torch.equal(ints[1], base)
+    assert isinstance(tree["none"], TensorDict)
+
+
+@KINDS_OF_FILES
+def test_parameters_of_torch_files(legacy, tmp_path):
+    """They stay Parameters."""
+    assert isinstance(converted({"p": torch.nn.Parameter(BASE)}, tmp_path, legacy)["p"], torch.nn.Parameter)
+
+
+@KINDS_OF_FILES
+def test_a_file_of_one_tensor(legacy, tmp_path):
+    """It gets a name."""
+    assert torch.equal(converted(BASE, tmp_path, legacy)["value"], BASE)
+
+
+@KINDS_OF_FILES
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [({"ints": {1: BASE, "x": BASE}}, "ints"), ({1: BASE, "x": BASE}, "value")],
+    ids=["inside", "whole"],
+)
+def test_keys_that_are_not_texts(data, key, legacy, tmp_path):
+    """A dict with them is a value."""
+    assert torch.equal(converted(data, tmp_path, legacy)[key][1], BASE)
 
 
 def test_classes_that_are_not_here_keep_their_names(tmp_path):
@@ -162,11 +207,11 @@ def test_classes_that_are_not_here_keep_their_names(tmp_path):
     typed = type("Typed", (TensorCollection,), fields)
     node = typed._make({"x": torch.ones(2)}, torch.Size(()))
     save(TensorDict({"k": torch.ones(1)})._put({"n": node}), tmp_path / "a.safetensors")
+    there = run("convert", tmp_path / "a.safetensors", tmp_path / "folder", "--to", "memmap")
+    back = run("convert", tmp_path / "folder", tmp_path / "b.safetensors", "--to", "safetensors")
 
-    for source, target in (("a.safetensors", "folder"), ("folder", "b.safetensors")):
-        to = "memmap" if target == "folder" else "safetensors"
-        assert run("convert", tmp_path / source, tmp_path / target, "--to", to).code == 0
-
+    assert there.code == 0
+    assert back.code == 0
     assert type(load(tmp_path / "b.safetensors", classes=[typed])["n"]) is typed
 
 
@@ -300,30 +345,52 @@ def test_average_of_special_values(dtype, weights, rows, expected, said, tmp_pat
     assert said in result.err
 
 
-def test_average_of_what_has_no_mean(tmp_path):
-    """Differences are an error that lists them, or left out, or taken from the first when asked."""
+@pytest.fixture
+def unequal(tmp_path):
+    """Two files that differ in shapes, names and values."""
     for i in range(2):
         leaves = {"w": torch.full((2,), float(i)), "rng": torch.full((2 + i,), i), f"more{i}": torch.ones(2)}
         values = {"n": torch.tensor(i), "note": f"run {i}", "same": "x", f"own{i}": "x"}
         save(TensorDict(leaves | values), tmp_path / f"{i}.safetensors")
-    paths, alike = [tmp_path / f"{i}.safetensors" for i in range(2)], ["-x", "rng", "-x", "more*"]
+    return [tmp_path / f"{i}.safetensors" for i in range(2)]
 
-    other = run("average", *paths, "-o", tmp_path / "o.safetensors")
-    refused = run("average", *paths, "-o", tmp_path / "o.safetensors", *alike)
-    part = run("average", *paths, "-o", tmp_path / "p.safetensors", "--filter", "w")
-    taken = run("average", *paths, "-o", tmp_path / "o.safetensors", *alike, "--unequal", "first")
 
-    assert [result.code for result in (other, refused, part, taken)] == [2, 2, 0, 0]
-    for text in ("rng in {}: expected int64 [2], got int64 [3]", "missing: more0 in {}", "unexpected: more1 in {}"):
-        assert text.format(paths[1]) in other.err
-    for text in ("n (int64 []) in {}", "note in {}: 'run 1' instead of 'run 0'", "own1 in {}: 'x' instead of 'not"):
-        assert text.format(paths[1]) in refused.err
-    assert "same in" not in refused.err
+ALIKE = ["-x", "rng", "-x", "more*"]
+
+
+def test_average_of_other_leaves_is_refused(unequal, tmp_path):
+    """Each is listed."""
+    result = run("average", *unequal, "-o", tmp_path / "o.safetensors")
+
+    assert result.code == 2
+    texts = ["rng in {}: expected int64 [2], got int64 [3]", "missing: more0 in {}", "unexpected: more1 in {}"]
+    assert [text for text in texts if text.format(unequal[1]) not in result.err] == []
+
+
+def test_average_of_what_has_no_mean(unequal, tmp_path):
+    """Integers and values that differ are listed, and those that are the same are not."""
+    result = run("average", *unequal, "-o", tmp_path / "o.safetensors", *ALIKE)
+
+    assert result.code == 2
+    texts = ["n (int64 []) in {}", "note in {}: 'run 1' instead of 'run 0'", "own1 in {}: 'x' instead of 'not"]
+    assert [text for text in texts if text.format(unequal[1]) not in result.err] == []
+    assert "same in" not in result.err
+
+
+def test_average_of_a_part(unequal, tmp_path):
+    """The rest is left out."""
+    assert run("average", *unequal, "-o", tmp_path / "p.safetensors", "--filter", "w").code == 0
+    assert load(tmp_path / "p.safetensors").to_dict().keys() == {"w"}
+
+
+def test_average_may_take_the_first(unequal, tmp_path):
+    """Of what has no mean."""
+    assert run("average", *unequal, "-o", tmp_path / "o.safetensors", *ALIKE, "--unequal", "first").code == 0
+
     found = load(tmp_path / "o.safetensors")
     assert found["w"].tolist() == [0.5, 0.5]
     assert found["n"].item() == 0
     assert found["note"] == "run 0"
-    assert load(tmp_path / "p.safetensors").to_dict().keys() == {"w"}
 
 
 # -- what is there already --------------------------------------------------------------------------------------
@@ -349,25 +416,34 @@ def test_results_replace_their_source_only_when_told(format, tmp_path, monkeypat
     assert_same_state(read_back(path), expected)
 
 
-def test_shards_beside_other_files(tmp_path):
-    """Shards go next to other files of a folder, and never into a memmap folder."""
+@pytest.fixture
+def beside(tmp_path):
+    """A file, a folder of a model with its shards and another file, and a memmap folder."""
     save(TensorDict({"a": torch.ones(3)}), tmp_path / "t.safetensors")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({}))
     TensorDict({"a": torch.ones(3)}).memmap(tmp_path / "folder")
-
     assert run("convert", tmp_path / "t.safetensors", tmp_path / "model", "--to", "shards").code == 0
-    again = run("convert", tmp_path / "t.safetensors", tmp_path / "model", "--to", "shards")
-    single = run("convert", tmp_path / "t.safetensors", tmp_path / "model" / "model.safetensors")
-    mixed = run("convert", tmp_path / "t.safetensors", tmp_path / "folder", "--to", "shards", "--force")
-    over = run("convert", tmp_path / "t.safetensors", tmp_path / "model", "--to", "memmap", "--force")
+    return tmp_path
 
-    assert (tmp_path / "model" / "config.json").exists()
-    assert [result.code for result in (again, single, mixed, over)] == [2, 2, 2, 2]
-    assert "model.safetensors.index.json exists" in again.err
-    assert "model.safetensors.index.json exists" in single.err
-    assert "contains a memmapped tree" in mixed.err
-    assert "not part of a memmapped tree" in over.err
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        ("model", ["--to", "shards"], "model.safetensors.index.json exists"),
+        ("model/model.safetensors", [], "model.safetensors.index.json exists"),
+        ("folder", ["--to", "shards", "--force"], "contains a memmapped tree"),
+        ("model", ["--to", "memmap", "--force"], "not part of a memmapped tree"),
+    ],
+    ids=["shards again", "a file beside shards", "shards in a memmap folder", "a memmap folder over shards"],
+)
+def test_shards_beside_other_files(beside, target, options, message):
+    """Shards go next to other files of a folder, which stay, and never into a memmap folder."""
+    result = run("convert", beside / "t.safetensors", beside / target, *options)
+
+    assert result.code == 2
+    assert message in result.err
+    assert (beside / "model" / "config.json").exists()
 
 
 def test_urls(tmp_path):

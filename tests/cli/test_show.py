@@ -18,42 +18,70 @@ from tests.storage.trees import DTYPES, of_dtype
 
 @pytest.mark.parametrize("format", WRITERS)
 def test_json_lists_every_leaf(format, tmp_path):
-    """The JSON has every leaf with its dtype, shape, size and ties."""
+    """The JSON has every leaf with its dtype, shape and size."""
     tree = make_tree()
-    path = write_as(format, tree, tmp_path)
+    found = run("show", write_as(format, tree, tmp_path), "--json").json
 
+    state = {name: leaf for name, leaf in tree.state_dict().items() if name != "out.weight"}
+    leaves = {leaf["name"]: {key: leaf[key] for key in ("dtype", "shape", "bytes")} for leaf in found["leaves"]}
+    assert leaves == {
+        name: {"dtype": str(leaf.dtype)[6:], "shape": list(leaf.shape), "bytes": leaf.nbytes}
+        for name, leaf in state.items()
+    }
+    assert found["bytes"] == sum(leaf["bytes"] for leaf in leaves.values())
+
+
+@pytest.mark.parametrize(
+    ("format", "kind"), [(format, "parameter") for format in WRITERS if format != "torch"] + [("torch", None)]
+)
+def test_json_has_ties_and_kinds(format, kind, tmp_path):
+    """Files of torch have no kinds."""
+    leaves = run("show", write_as(format, make_tree(), tmp_path), "--json").json["leaves"]
+    (leaf,) = [leaf for leaf in leaves if leaf["name"] == "emb.weight"]
+
+    assert leaf["tied_to"] == [["out", "weight"]]
+    assert leaf["kind"] == kind
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_json_has_the_format_and_its_checksums(format, tmp_path):
+    """A folder has files."""
+    path = write_as(format, make_tree(), tmp_path)
     found = run("show", path, "--json").json
 
-    state = tree.state_dict()
-    leaves = {leaf["name"]: leaf for leaf in found["leaves"]}
-    assert set(leaves) == set(state) - {"out.weight"}
-    for name, leaf in leaves.items():
-        assert leaf["dtype"] == str(state[name].dtype)[6:]
-        assert leaf["shape"] == list(state[name].shape)
-        assert leaf["bytes"] == state[name].nbytes
-    assert leaves["emb.weight"]["tied_to"] == [["out", "weight"]]
-    assert leaves["emb.weight"]["kind"] == (None if format == "torch" else "parameter")
-    assert found["bytes"] == sum(leaf["bytes"] for leaf in leaves.values())
     assert found["format"] == format
-    assert found["checksums"] == ("xxh3-64" if format in ("safetensors", "shards") else None)
+    assert found["checksums"] == {"safetensors": "xxh3-64", "shards": "xxh3-64"}.get(format)
     assert (" file" in run("show", path).out) == (format in ("shards", "memmap"))
 
 
-def test_table(tmp_path):
-    """The plain table is whole, without colours, with all columns and the totals."""
+@pytest.fixture
+def table(tmp_path):
+    """The name of a leaf, and the lines of the table of a file with long texts."""
     tree = TensorDict({(name := "a" * 200): torch.ones(3), "n": {"i": torch.arange(2)}, "note": "t" * 61})
     tree = tree.update({"t": NonTensorData(torch.ones(1)), "u": "u" * 58})
     save(tree._replace(tree._data, kinds={name: Kind.BUFFER}), tmp_path / "t.safetensors")
+    return name, run("show", tmp_path / "t.safetensors").out.splitlines(), tmp_path / "t.safetensors"
 
-    lines = run("show", tmp_path / "t.safetensors").out.splitlines()
 
-    assert lines[0].startswith(f"{tmp_path / 't.safetensors'}, safetensors, ")
-    assert lines[1].split() == ["path", "dtype", "shape", "size", "kind"]
+def test_table(table):
+    """The plain table is whole, with all columns: leaves and values."""
+    name, lines, _ = table
+
+    assert [line.split() for line in lines[1:5]] == [
+        ["path", "dtype", "shape", "size", "kind"],
+        [name, "float32", "[3]", "12", "B", "buffer"],
+        ["t", "float32", "[1]", "4", "B", "non-tensor"],
+        ["n.i", "int64", "[2]", "16", "B", "tensor"],
+    ]
     assert lines[1].index("e  k") == lines[3].index("B")
-    assert lines[2].split() == [name, "float32", "[3]", "12", "B", "buffer"]
-    assert lines[3].split() == ["t", "float32", "[1]", "4", "B", "non-tensor"]
-    assert lines[4].split() == ["n.i", "int64", "[2]", "16", "B", "tensor"]
     assert [line.split(" value ")[1] for line in lines[5:7]] == [f"'{'t' * 59}...", f"'{'u' * 58}'"]
+
+
+def test_a_table_has_the_file_and_the_totals(table):
+    """Around it; without colours."""
+    _, lines, path = table
+
+    assert lines[0].startswith(f"{path}, safetensors, ")
     assert lines[7] == "3 leaves, 6 elements, 32 B (float32 16 B, int64 16 B), 2 non-tensor values"
     assert "\x1b" not in "".join(lines)
 
@@ -128,22 +156,33 @@ def test_stats_of_every_dtype(dtype, tmp_path):
         assert result.json["leaves"][0]["stats"]["max"] == pytest.approx(wide[wide.isfinite()].max().item())
 
 
-def test_stats_columns(tmp_path):
-    """The table of statistics has every number, and shows a single NaN among many values."""
+@pytest.fixture
+def counted(tmp_path):
+    """A file of another program with a NaN, an infinity and no values."""
     leaf = torch.tensor([1.0, 3.0, 0.0, math.nan, math.inf])
     safetensors.torch.save_file({"x": leaf, "e": torch.empty(0)}, tmp_path / "f.safetensors", metadata={"who": "me"})
+    return tmp_path / "f.safetensors"
 
-    lines = run("show", tmp_path / "f.safetensors", "--stats").out.splitlines()
+
+def test_stats_columns(counted):
+    """The table of statistics has every number, and shows a single NaN among many values."""
+    lines = run("show", counted, "--stats").out.splitlines()
+
+    assert lines[2].split() == ["path", "dtype", "shape", "min", "max", "mean", "std", "nan", "inf", "zero"]
+    rows = {line.split()[0]: line.split()[3:] for line in lines[3:5]}
+    assert rows == {"x": ["0", "3", "1.3333", "1.5275", "20%", "20%", "20%"], "e": ["-", "-", "-", "-", "0", "0", "0"]}
+    tree = run("show", counted, "--stats", "--tree").out
+    assert "x  float32 [5] 20 B min 0 max 3 mean 1.3333 std 1.5275 nan 20% inf 20% zero 20%" in tree
+
+
+def test_metadata_of_other_programs_are_shown(counted):
+    """They have no checksums; a conversion does not keep them."""
+    lines = run("show", counted, "--stats").out.splitlines()
 
     assert "no checksums" in lines[0]
     assert lines[1] == "who: 'me'"
     assert lines[-1] == "2 leaves, 5 elements, 20 B"
-    assert lines[2].split() == ["path", "dtype", "shape", "min", "max", "mean", "std", "nan", "inf", "zero"]
-    rows = {line.split()[0]: line.split()[3:] for line in lines[3:5]}
-    assert rows == {"x": ["0", "3", "1.3333", "1.5275", "20%", "20%", "20%"], "e": ["-", "-", "-", "-", "0", "0", "0"]}
-    tree = run("show", tmp_path / "f.safetensors", "--stats", "--tree").out
-    assert "x  float32 [5] 20 B min 0 max 3 mean 1.3333 std 1.5275 nan 20% inf 20% zero 20%" in tree
-    assert "not kept: who" in run("convert", tmp_path / "f.safetensors", tmp_path / "g.safetensors").err
+    assert "not kept: who" in run("convert", counted, counted.with_name("g.safetensors")).err
 
 
 def test_steps_of_a_run(tmp_path):

@@ -224,10 +224,11 @@ def test_one_file_of_many_ranks(tmp_path):
 
     file = tmp_path / "tree.safetensors"
     assert_same(tdf.load(file), whole())
-    for found in (load_file(file), read_arrays(file)[1]):
-        assert {*found} == {*LEAVES, "n.plain"}
-        assert found["grid"].tolist() == LEAVES["grid"][0].tolist()
-        assert found["deep"].tolist() == LEAVES["deep"][0].tolist()
+    expected = {name: LEAVES[name][0].tolist() for name in ("grid", "deep")}
+    theirs, arrays = load_file(file), read_arrays(file)[1]
+    assert [{*theirs}, {*arrays}] == [{*LEAVES, "n.plain"}] * 2
+    assert {name: theirs[name].tolist() for name in expected} == expected
+    assert {name: arrays[name].tolist() for name in expected} == expected
     with tdf.open(file) as f:
         assert f["columns"].equal(LEAVES["columns"][0])
         assert f.slice("deep", 1).equal(LEAVES["deep"][0][1])

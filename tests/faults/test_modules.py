@@ -39,17 +39,26 @@ def test_order_after_a_part_is_loaded():
     assert [name for name, _ in model.named_parameters()] == ["weight", "bias"]
 
 
-def test_memory_mapped_weights(tmp_path):
-    """A saved tree, from a file or a memory-mapped folder, loads into a module as Parameters."""
-    model = nn.Sequential(nn.Linear(3, 2))
-    tdfunc.save(from_module(model), tmp_path / "file.safetensors")
-    from_module(model).detach().memmap(tmp_path / "folder")
+def from_file(tree, folder):
+    """The tree after a save and a load."""
+    tdfunc.save(tree, folder / "file.safetensors")
+    return tdfunc.load(folder / "file.safetensors")
 
-    for tree in (tdfunc.load(tmp_path / "file.safetensors"), TensorDict.load_memmap(tmp_path / "folder")):
-        other = nn.Sequential(nn.Linear(3, 2))
-        tree.to_module(other)
-        assert torch.equal(other(X), model(X))
-        assert all(isinstance(p, nn.Parameter) for p in other.parameters())
+
+def from_folder(tree, folder):
+    """The tree on mapped files, loaded."""
+    tree.detach().memmap(folder / "folder")
+    return TensorDict.load_memmap(folder / "folder")
+
+
+@pytest.mark.parametrize("round_trip", [from_file, from_folder])
+def test_memory_mapped_weights(round_trip, tmp_path):
+    """A saved tree, from a file or a memory-mapped folder, loads into a module as Parameters."""
+    model, other = nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 2))
+    round_trip(from_module(model), tmp_path).to_module(other)
+
+    assert torch.equal(other(X), model(X))
+    assert [name for name, p in other.named_parameters() if not isinstance(p, nn.Parameter)] == []
 
 
 # -- derivatives --------------------------------------------------------------------------------------------------
@@ -107,10 +116,9 @@ def test_batch_norm_with_a_cumulative_average():
     models = [Norm(momentum=None), Norm(momentum=None)]
 
     out, new = Ensemble(functional(models[0])[0]).with_buffers(stack_modules(models), None, X)
-
-    for i, model in enumerate(models):
-        torch.testing.assert_close(out[i], model(X))
-        torch.testing.assert_close(new["norm", "running_mean"][i], model.norm.running_mean)
+    torch.testing.assert_close(out, torch.stack([model(X) for model in models]))
+    means = torch.stack([model.norm.running_mean for model in models])
+    torch.testing.assert_close(new["norm", "running_mean"], means)
 
 
 # -- ties ---------------------------------------------------------------------------------------------------------
@@ -198,21 +206,23 @@ def test_modules_that_vmap_may_not_run(kind):
     ours = tree_leaves(Ensemble(functional(models[0])[0])(stack_modules(models), X))
 
     expected = zip(*[tree_leaves(model(X)) for model in models], strict=True)
-    for leaf, outs in zip(ours, expected, strict=True):
-        torch.testing.assert_close(leaf, torch.stack(outs))
+    torch.testing.assert_close(ours, [torch.stack(outs) for outs in expected])
 
 
-def test_lazy_modules():
+@pytest.mark.parametrize(
+    "call",
+    [from_module, functional, lambda m: stack_modules([m, m])],
+    ids=["from_module", "functional", "stack_modules"],
+)
+def test_lazy_modules(call):
     """Parameters without a shape raise with the remedy."""
-    for call in (from_module, functional, lambda m: stack_modules([m, m])):
-        with pytest.raises(UnsupportedError, match=r"'weight'[\s\S]*run the module once"):
-            call(nn.LazyLinear(2))
+    with pytest.raises(UnsupportedError, match=r"'weight'[\s\S]*run the module once"):
+        call(nn.LazyLinear(2))
 
 
-def test_script_modules():
+@pytest.mark.parametrize("call", [from_module, functional])
+def test_script_modules(call):
     """A scripted module raises with the remedy."""
     scripted = torch.jit.script(nn.Linear(3, 2))
-
-    for call in (from_module, functional):
-        with pytest.raises(UnsupportedError, match=r"ScriptModule[\s\S]*scripted or traced from"):
-            call(scripted)
+    with pytest.raises(UnsupportedError, match=r"ScriptModule[\s\S]*scripted or traced from"):
+        call(scripted)

@@ -45,21 +45,25 @@ def test_ensembles(name, how, device):
     torch.testing.assert_close(apply(params, x.to(device), buffers=buffers), modules[0](x.to(device)), **CLOSE)
 
 
+@pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
 @pytest.mark.parametrize("how", WRAPS)
 @pytest.mark.parametrize("name", quick(MODELS, "mlp"))
-def test_steps(name, how, device):
+def test_steps(name, how, donate, device):
     """Four steps with dropout and buffers end at the weights of the CPU, donated or not."""
-    for donate in (False, True):
-        # Adam would make whole steps of gradients that are 0 but for rounding, such as those of the keys' biases.
-        step, start, batch = make_step(name, opt=optim.sgd(0.05, momentum=0.9), donate=donate)
-        begin, run = start(), WRAPS[how](step, device)
-        now, data = [value.to(device) for value in clone(begin)], [x.to(device) for x in batch]
-        for _ in range(4):
-            *begin, losses = step(*begin, *batch)
-            *now, found = run(*now, *data)
-            torch.testing.assert_close(found.cpu(), losses, **CLOSE)
-        assert_trees_equal(now[0].cpu(), begin[0].cpu(), rtol=2e-3, atol=2e-4)
-        assert torch.equal(now[3].cpu(), begin[3])
+    # Adam would make whole steps of gradients that are 0 but for rounding, such as those of the keys' biases.
+    step, start, batch = make_step(name, opt=optim.sgd(0.05, momentum=0.9), donate=donate)
+    begin, run = start(), WRAPS[how](step, device)
+    now, data = [value.to(device) for value in clone(begin)], [x.to(device) for x in batch]
+    losses, found = [], []
+    for _ in range(4):
+        *begin, loss = step(*begin, *batch)
+        losses.append(loss.clone())
+        *now, loss = run(*now, *data)
+        found.append(loss.cpu())
+
+    torch.testing.assert_close(found, losses, **CLOSE)
+    assert_trees_equal(now[0].cpu(), begin[0].cpu(), rtol=2e-3, atol=2e-4)
+    assert torch.equal(now[3].cpu(), begin[3])
 
 
 def test_inductor(device):

@@ -81,9 +81,9 @@ def test_files(tmp_path, device):
 
     assert_trees_equal(tdf.load(path), tree)
     assert_trees_equal(tdf.load(path, device="cpu"), here)
-    for found in (tdf.load(path, device=device), TensorDict.load_memmap(folder, device, non_blocking=True)):
-        assert {leaf.device.type for leaf in found.leaves()} == {device.type}
-        assert_trees_equal(found.cpu(), here)
+    there = [tdf.load(path, device=device), TensorDict.load_memmap(folder, device, non_blocking=True)]
+    assert {leaf.device.type for found in there for leaf in found.leaves()} == {device.type}
+    assert_trees_equal([found.cpu() for found in there], [here, here])
     with tdf.open(path) as file:
         assert torch.equal(file["n", "b"].cpu(), make_tree()["n", "b"])
 

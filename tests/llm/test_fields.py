@@ -31,41 +31,61 @@ def test_all_typed_trees_are_here():
     assert {cls.__name__ for cls, _, _ in FIELDS} == {"ContentBase", "History", "LogProbs", "Masks", "Text", "Tokens"}
 
 
-@pytest.mark.parametrize(("cls", "name", "pool"), FIELDS, ids=[f"{cls.__name__}.{name}" for cls, name, _ in FIELDS])
+EACH = pytest.mark.parametrize(
+    ("cls", "name", "pool"), FIELDS, ids=[f"{cls.__name__}.{name}" for cls, name, _ in FIELDS]
+)
+
+
+def rows_with(cls, name, lists):
+    """Rows of single trees with the values of a field."""
+    rest = {field: "text" for field in cls._required if field != name}
+    return [[cls(**rest, **{name: value}) for value in part] for part in lists]
+
+
+def nested(pool):
+    """Lists of lists of values."""
+    return st.lists(st.lists(st.sampled_from(pool), min_size=1, max_size=3), min_size=1, max_size=3)
+
+
+@EACH
 @given(st.data())
 def test_a_field_reads_with_one_nesting(cls, name, pool, data):
     """Oracle: nested lists. Of rows, of stacks of rows and of stacks of these; None where all of them are empty."""
-    lists = data.draw(st.lists(st.lists(st.sampled_from(pool), min_size=1, max_size=3), min_size=1, max_size=3))
-    rest = {field: "text" for field in cls._required if field != name}
-    rows = [[cls(**rest, **{name: value}) for value in part] for part in lists]
+    lists = data.draw(nested(pool))
+    rows = rows_with(cls, name, lists)
     stack = lazy_stack([lazy_stack(part) for part in rows])
 
-    def read(tree):
-        return getattr(tree, name)
+    assert getattr(stack, name) == (None if all(value is None for part in lists for value in part) else lists)
+    read = [getattr(part, name) for part in stack.unbind(0)]
+    assert read == [None if all(value is None for value in values) else values for values in lists]
+    assert [[getattr(each, name) for each in row] for row in rows] == lists
 
-    is_empty = all(value is None for part in lists for value in part)
-    assert read(stack) == (None if is_empty else lists)
-    for part, values, row in zip(stack.unbind(0), lists, rows, strict=True):
-        assert read(part) == (None if all(value is None for value in values) else values)
-        assert [read(each) for each in row] == values
-        if None not in values:
-            dense = torch.stack(row)
-            assert read(dense) == values
-            assert read(torch.stack([dense, dense])) == read(lazy_stack([dense, dense])) == [values, values]
-            assert [read(each) for each in dense.unbind(0)] == values
+
+@EACH
+@given(st.data())
+def test_a_field_of_dense_stacks_reads_with_one_nesting(cls, name, pool, data):
+    """Of stacks of rows without None, of dense and lazy stacks of these, and of their rows."""
+    lists = data.draw(nested([value for value in pool if value is not None]))
+    stacks = [torch.stack(row) for row in rows_with(cls, name, lists)]
+
+    assert [getattr(each, name) for each in stacks] == lists
+    twice = [[values, values] for values in lists]
+    assert [getattr(torch.stack([each, each]), name) for each in stacks] == twice
+    assert [getattr(lazy_stack([each, each]), name) for each in stacks] == twice
+    assert [[getattr(row, name) for row in each.unbind(0)] for each in stacks] == lists
 
 
 @given(st.lists(messages(), min_size=1, max_size=3))
 def test_fields_of_conversations(chats):
     """Each message has its value, also where all are equal, or only some conversations have any."""
     history = History.from_chats(chats)
+    names = set(history._fields) - {"tools"}
+    defaults = dict.fromkeys(names) | {"is_complete": True}
+    values = {name: [[message.get(name, defaults[name]) for message in chat] for chat in chats] for name in names}
+    empty = {name for name in names if all(value is None for chat in values[name] for value in chat)}
 
-    for name in set(history._fields) - {"tools"}:
-        default = True if name == "is_complete" else None
-        expected = [[message.get(name, default) for message in chat] for chat in chats]
-        filled = any(value is not None for chat in expected for value in chat)
-        assert getattr(history, name) == (expected if filled else None)
-        assert [row.tolist() for row in history.unbind(0)] == history.tolist()
+    assert {name: getattr(history, name) for name in names} == values | dict.fromkeys(empty)
+    assert [row.tolist() for row in history.unbind(0)] == history.tolist()
 
 
 def test_one_value_for_messages_and_for_texts():

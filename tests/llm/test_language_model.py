@@ -25,24 +25,39 @@ def setup():
     return demo.make_setup(0, PLAN)
 
 
-@pytest.mark.slow
-def test_a_stopped_run_goes_on_bit_for_bit(setup, tmp_path):
-    """A run that is stopped between two checkpoints, in each phase, ends at the state of one that never was."""
-    straight = list(demo.train(setup, CheckpointManager(tmp_path / "straight")))
-    again = demo.make_setup(0, PLAN)
-    for stop in (3, 5, 8):
-        folder = tmp_path / str(stop)
-        for step, _ in demo.train(setup, CheckpointManager(folder)):
-            if step == stop:
-                break
-        resumed = list(demo.train(again, CheckpointManager(folder)))
+@pytest.fixture(scope="module")
+def again():
+    """Another one of the same seed, for the run that goes on."""
+    return demo.make_setup(0, PLAN)
 
-        assert resumed[0][0] == stop // 2 * 2
-        assert [step for step, _ in resumed] == list(range(resumed[0][0], PLAN.total + 1))
-        assert_trees_equal(resumed[-1][1], straight[-1][1])
-    params = straight[-1][1]["params"]
-    assert params.batch_size == (len(demo.RATES),)
-    assert straight[-1][1]["losses"].isfinite().all()
-    assert straight[-1][1]["losses"].shape == (6,)
-    assert straight[-1][1]["rewards"].shape == (3, 4)
-    assert straight[-1][1]["sample"].startswith("The statement ")
+
+@pytest.fixture(scope="module")
+def straight(setup, tmp_path_factory):
+    """The steps of a run that was never stopped."""
+    return list(demo.train(setup, CheckpointManager(tmp_path_factory.mktemp("straight"))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [3, 5, 8])
+def test_a_stopped_run_goes_on_bit_for_bit(setup, again, straight, stop, tmp_path):
+    """A run that is stopped between two checkpoints, in each phase, ends at the state of one that never was."""
+    for step, _ in demo.train(setup, CheckpointManager(tmp_path)):
+        if step == stop:
+            break
+    resumed = list(demo.train(again, CheckpointManager(tmp_path)))
+
+    assert resumed[0][0] == stop // 2 * 2
+    assert [step for step, _ in resumed] == list(range(resumed[0][0], PLAN.total + 1))
+    assert_trees_equal(resumed[-1][1], straight[-1][1])
+
+
+@pytest.mark.slow
+def test_a_run_has_its_curves_and_a_sample(straight):
+    """A member for each rate, its losses and rewards, and a text."""
+    state = straight[-1][1]
+
+    assert state["params"].batch_size == (len(demo.RATES),)
+    assert state["losses"].shape == (6,)
+    assert state["losses"].isfinite().all()
+    assert state["rewards"].shape == (3, 4)
+    assert state["sample"].startswith("The statement ")

@@ -11,5 +11,4 @@ def test_each_fault_has_a_test():
     rows = re.findall(r"\| (D\d+) \|.*`([\w/]+\.py)::(\w+)` \|", (HERE.parents[1] / "docs/torchrl.md").read_text())
 
     assert [number for number, _, _ in rows] == [f"D{i}" for i in range(1, 31)]
-    for _, file, name in rows:
-        assert f"\ndef {name}(" in (HERE / file).read_text()
+    assert [row for row in rows if f"\ndef {row[2]}(" not in (HERE / row[1]).read_text()] == []

@@ -49,28 +49,46 @@ SAVED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), [row for row in SAVED if row[0] not in NOT_IN_PEFT], ids=str)
-def test_what_is_saved_loads(name, options, tmp_path):
-    """The adapters come back with the choice; a start comes back as plain LoRA of twice the rank."""
+def saved_and_loaded(name, options, folder):
+    """A choice, its adapters and those that come back, and the outputs of both."""
     make, where, inputs = MODULES[name]
     apply, params, _ = tdf.functional(make().eval())
     lora, x = Lora(where, **{"rank": 2, "alpha": 4.0} | options), inputs()
     adapters = trained(lora, params, apply)
+    tdf.lora.save(folder / "a", lora, adapters, apply)
+    back, same = tdf.lora.load(folder / "a", params, apply=apply)
+    outputs = [one.attach(apply)((params, leaves), x) for one, leaves in ((back, same), (lora, adapters))]
+    return lora, adapters, back, same, outputs
 
-    tdf.lora.save(tmp_path / "a", lora, adapters, apply)
-    back, same = tdf.lora.load(tmp_path / "a", params, apply=apply)
 
-    torch.testing.assert_close(
-        back.attach(apply)((params, same), x), lora.attach(apply)((params, adapters), x), atol=1e-5, rtol=1e-4
-    )
-    assert back.rank == (4 if "start" in options else 2)
-    assert back.rslora == lora.rslora
-    assert back.dora == lora.dora
-    assert back.bias == lora.bias
-    assert back.dropout == lora.dropout
-    if "start" not in options:
-        tdf.assert_close(same, adapters)
-        assert back.alpha == lora.alpha
+def choice(lora):
+    """The entries of a choice that a start does not change."""
+    return {name: getattr(lora, name) for name in ("rslora", "dora", "bias", "dropout")}
+
+
+IN_PEFT = [row for row in SAVED if row[0] not in NOT_IN_PEFT]
+
+
+@pytest.mark.parametrize(("name", "options"), [row for row in IN_PEFT if "start" not in row[1]], ids=str)
+def test_what_is_saved_loads(name, options, tmp_path):
+    """The adapters come back with the choice."""
+    lora, adapters, back, same, outputs = saved_and_loaded(name, options, tmp_path)
+
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-4)
+    tdf.assert_close(same, adapters)
+    assert choice(back) == choice(lora)
+    assert back.rank == 2
+    assert back.alpha == lora.alpha
+
+
+@pytest.mark.parametrize(("name", "options"), [row for row in IN_PEFT if "start" in row[1]], ids=str)
+def test_a_start_loads_as_plain_lora(name, options, tmp_path):
+    """Of twice the rank."""
+    lora, _, back, _, outputs = saved_and_loaded(name, options, tmp_path)
+
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-4)
+    assert choice(back) == choice(lora)
+    assert back.rank == 4
 
 
 class TiedExperts(nn.Module):

@@ -1,6 +1,5 @@
 """`map` and `map_iter`: equal to the function on the whole, wherever the chunks run."""
 
-import itertools
 import multiprocessing
 import os
 import sys
@@ -108,25 +107,47 @@ def test_other_dimensions(executor):
 
 
 @EXECUTORS
-def test_classes_lazy_stacks_ties_and_dtypes(executor):
-    """Trees of every class, and dtypes that numpy lacks, come back as they were."""
+def test_classes_come_back(executor):
+    """With their fields that are no tensors."""
     point = fns.Point(x=torch.arange(4), note="kept", batch_size=[4])
-    ragged = tdf.lazy_stack([TensorDict({"x": torch.arange(n)}, [n]) for n in (1, 3, 2)])
-    weight = torch.arange(8.0).to(torch.bfloat16).reshape(4, 2)
-    tied = TensorDict({"a": weight, "b": {"c": weight}}, [4])
-    words = TensorDict({"s": NonTensorStack("a", "b", "c"), "x": torch.zeros(3)}, [3])
-    floats = TensorDict(
-        {str(d): torch.arange(4).to(d) for d in (torch.float8_e4m3fn, torch.complex64, torch.bool)}, [4]
-    )
 
     assert run(point, fns.same, executor, chunksize=3).note == "kept"
-    back = run(ragged, fns.same, executor, chunksize=2)
-    assert [x.tolist() for x in back["x"]] == [[0], [0, 1, 2], [0, 1]]
+
+
+@EXECUTORS
+def test_lazy_stacks_come_back(executor):
+    """With rows of different lengths."""
+    ragged = tdf.lazy_stack([TensorDict({"x": torch.arange(n)}, [n]) for n in (1, 3, 2)])
+
+    assert [x.tolist() for x in run(ragged, fns.same, executor, chunksize=2)["x"]] == [[0], [0, 1, 2], [0, 1]]
+
+
+@EXECUTORS
+def test_ties_come_back(executor):
+    """One tensor under two keys."""
+    weight = torch.arange(8.0).to(torch.bfloat16).reshape(4, 2)
+    tied = TensorDict({"a": weight, "b": {"c": weight}}, [4])
+
     assert_trees_equal(run(tied, fns.same, executor, chunksize=3), tied)
+
+
+@EXECUTORS
+def test_stacks_of_values_come_back(executor):
+    """Of texts."""
+    words = TensorDict({"s": NonTensorStack("a", "b", "c"), "x": torch.zeros(3)}, [3])
+
     assert run(words, fns.same, executor, chunksize=0)["s"] == ["a", "b", "c"]
-    for key, leaf in run(floats, fns.same, executor, chunksize=3).items():
-        assert leaf.dtype == floats[key].dtype
-        assert torch.equal(leaf.view(torch.uint8), floats[key].view(torch.uint8))
+
+
+@EXECUTORS
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.bool], ids=str)
+def test_dtypes_come_back(executor, dtype):
+    """Those that numpy lacks, too."""
+    tree = TensorDict({"x": torch.arange(4).to(dtype)}, [4])
+    found = run(tree, fns.same, executor, chunksize=3)["x"]
+
+    assert found.dtype == dtype
+    assert torch.equal(found.view(torch.uint8), tree["x"].view(torch.uint8))
 
 
 @EXECUTORS
@@ -218,11 +239,18 @@ def test_tensors_that_pickle_copies(x):
     assert torch.equal(back.to_dense(), x.to_dense())
 
 
-def test_workers_have_the_threads_of_the_call(pool, standard, monkeypatch):
-    """Each chunk runs with the threads of the call, in any pool; by default a pool has a worker for each processor."""
-    for executor, count in itertools.product((pool, standard), (1, 2)):
-        found = rows(2).map(fns.threads, executor=executor, worker_threads=count)["threads"]
-        assert found.unique().tolist() == [count]
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("kind", ["pool", "standard"])
+def test_workers_have_the_threads_of_the_call(kind, count, request):
+    """Each chunk runs with them, in any pool."""
+    executor = request.getfixturevalue(kind)
+    found = rows(2).map(fns.threads, executor=executor, worker_threads=count)["threads"]
+
+    assert found.unique().tolist() == [count]
+
+
+def test_a_pool_has_a_worker_for_each_processor(monkeypatch):
+    """By default, with a thread each."""
     monkeypatch.setattr(os, "sched_getaffinity", {0: {2, 3, 5}}.__getitem__)
     with WorkerPool() as default:
         assert default._max_workers == 3
@@ -346,8 +374,12 @@ def test_map_iter_yields_any_result_in_order(executor):
     assert seen == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18]]
     assert list(rows().map_iter(fns.text, 0, workers, chunksize=5, executor=executor)) == ["text", "text"]
     assert list(rows().map_iter(fns.nothing, 0, workers, chunksize=5, executor=executor)) == [None, None]
-    for count, lengths in ((0, [10]), (3, [4, 3, 3])):
-        assert [len(part) for part in rows().map_iter(fns.same, num_workers=count, executor="threads")] == lengths
+
+
+@pytest.mark.parametrize(("count", "lengths"), [(0, [10]), (3, [4, 3, 3])])
+def test_map_iter_yields_a_part_for_each_worker(count, lengths):
+    """Without workers it is one."""
+    assert [len(part) for part in rows().map_iter(fns.same, num_workers=count, executor="threads")] == lengths
 
 
 def test_map_iter_is_lazy():

@@ -29,18 +29,20 @@ def round_trip(tree, folder, **options):
     return load(path, **options)
 
 
-def test_the_comparison_can_fail():
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(TensorDict({"a": -torch.zeros(2), "s": "x"}, [2]), id="sign"),
+        pytest.param(TensorDict({"s": "x", "a": torch.zeros(2)}, [2]), id="order"),
+        pytest.param(TensorDict({"a": torch.zeros(2), "s": "x"}, []), id="batch size"),
+        pytest.param(TensorDict({"a": torch.zeros(2), "s": "y"}, [2]), id="value"),
+        pytest.param(TensorDict({"a": nn.Parameter(torch.zeros(2)), "s": "x"}, [2]), id="class"),
+    ],
+)
+def test_the_comparison_can_fail(other):
     """The comparison of the laws above finds a difference in a sign, order, batch size, value or class."""
-    tree = TensorDict({"a": torch.zeros(2), "s": "x"}, [2])
-    for other in (
-        TensorDict({"a": -torch.zeros(2), "s": "x"}, [2]),
-        TensorDict({"s": "x", "a": torch.zeros(2)}, [2]),
-        TensorDict({"a": torch.zeros(2), "s": "x"}, []),
-        TensorDict({"a": torch.zeros(2), "s": "y"}, [2]),
-        TensorDict({"a": nn.Parameter(torch.zeros(2)), "s": "x"}, [2]),
-    ):
-        with pytest.raises(AssertionError):
-            assert_same(tree, other)
+    with pytest.raises(AssertionError):
+        assert_same(TensorDict({"a": torch.zeros(2), "s": "x"}, [2]), other)
 
 
 def test_names_are_dotted_paths(tmp_path):
@@ -76,10 +78,11 @@ def test_leaves_are_independent(tmp_path):
     back["a"].add_(1)
 
     assert back["b"]._version == version
-    for leaf in back.values():
-        assert not leaf._is_view()
-        assert not leaf.is_shared()
-        assert leaf.untyped_storage().nbytes() == leaf.nbytes
+    leaves = {name: back[name] for name in ("a", "b", "h")}
+    assert [name for name, leaf in leaves.items() if leaf._is_view()] == []
+    assert [name for name, leaf in leaves.items() if leaf.is_shared()] == []
+    sizes = {name: leaf.nbytes for name, leaf in leaves.items()}
+    assert {name: leaf.untyped_storage().nbytes() for name, leaf in leaves.items()} == sizes
     assert len(pickle.dumps(back["a"])) < 6000
 
 
@@ -111,21 +114,34 @@ def test_fake_mode_reads_the_header_only(tmp_path):
     assert back.batch_size == tree.batch_size
 
 
-def test_another_device_that_is_not_here(tmp_path):
-    """A tree saved on a device that is not here is refused with the line that loads it on the CPU."""
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A file of a tree on a device that is not here."""
     path = tmp_path / "t.safetensors"
-    save(TensorDict({"a": torch.ones(2)}), path)
     plan = encode.outline(TensorDict({"a": torch.ones(2)}))
     text = plan.text.replace('"keys"', '"device":"cuda:7","keys"')
     with mock.patch("tdfunc.storage.api.outline", return_value=plan._replace(text=text)):
         save(TensorDict({"a": torch.ones(2)}), path)
+    return path
 
-    with open_file(path) as f:
-        for read in (lambda: load(path), lambda: f["a"], lambda: f.slice("a", 0)):
-            with pytest.raises(UnsupportedError, match=r"cuda:7[\s\S]*device=\"cpu\""):
-                read()
-    assert load(path, device="cpu")["a"].tolist() == [1.0, 1.0]
-    assert load(path, device="meta")["a"].device == load(path, device="meta").device == torch.device("meta")
+
+@pytest.mark.parametrize(
+    "read", [lambda f: f.load(), lambda f: f["a"], lambda f: f.slice("a", 0)], ids=["load", "leaf", "rows"]
+)
+def test_parts_of_another_device_that_is_not_here(elsewhere, read):
+    """They are refused with the line that loads them on the CPU."""
+    with open_file(elsewhere) as f, pytest.raises(UnsupportedError, match=r"cuda:7[\s\S]*device=\"cpu\""):
+        read(f)
+
+
+def test_another_device_that_is_not_here(elsewhere):
+    """A tree that was saved on it is refused with the line that loads it on the CPU."""
+    with pytest.raises(UnsupportedError, match=r"cuda:7[\s\S]*device=\"cpu\""):
+        load(elsewhere)
+    assert load(elsewhere, device="cpu")["a"].tolist() == [1.0, 1.0]
+    meta = load(elsewhere, device="meta")
+    assert meta["a"].device == torch.device("meta")
+    assert meta.device == torch.device("meta")
 
 
 # -- files of other programs ------------------------------------------------------------------------------------

@@ -68,22 +68,44 @@ def test_given_classes(case, form, written):
     assert alone["x"].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("form", ["", ".safetensors"])
-def test_a_class_loads_as_itself(form, written):
-    """`Class.load`, `load_` and `load_memmap_` need no name: they load as the class that they are called of."""
-    path, tree = written / f"alone{form}", Renamed(torch.zeros(2), torch.ones(2), batch_size=[2])
+EACH_FORM = pytest.mark.parametrize("form", ["", ".safetensors"], ids=["folder", "file"])
 
-    assert type(Renamed.load(path)) is type(TensorDict.load(path, classes=[Renamed])) is Renamed
-    assert {type(Renamed.load(path, classes=one)) for one in (TensorDict, {"__main__:Batch": Renamed})} == {Renamed}
-    assert Wider.load(path).z is None
-    assert tree.load_(path).x.tolist() == [1, 1]
+
+@EACH_FORM
+def test_a_class_loads_as_itself(form, written):
+    """`Class.load` needs no name: it loads as the class that it is called of, whatever else is given."""
+    path = written / f"alone{form}"
+
+    assert type(Renamed.load(path)) is Renamed
+    assert type(TensorDict.load(path, classes=[Renamed])) is Renamed
+    assert type(Renamed.load(path, classes=TensorDict)) is Renamed
+    assert type(Renamed.load(path, classes={"__main__:Batch": Renamed})) is Renamed
+
+
+@EACH_FORM
+def test_a_class_of_more_fields_loads_without_them(form, written):
+    """They are None."""
+    assert Wider.load(written / f"alone{form}").z is None
+
+
+@EACH_FORM
+def test_a_typed_tree_loads_in_place(form, written):
+    """Alone, and inside of a plain tree."""
+    tree = Renamed(torch.zeros(2), torch.ones(2), batch_size=[2])
+
+    assert tree.load_(written / f"alone{form}").x.tolist() == [1, 1]
     assert TensorDict({"in": {"b": tree * 0}}).load_(written / f"inside{form}")["in", "b"].x.tolist() == [1, 1]
-    if not form:
-        assert (tree * 0).load_memmap_(path).x.tolist() == [1, 1]
-        assert type(Renamed.load_memmap(path)) is Renamed
-        tree.to_tensordict().memmap(path.with_name("plain"))
-        assert type(Renamed.load_memmap(path.with_name("plain"))) is Renamed
-        assert type(TensorDict.load_memmap(path, out=tree * 0)) is Renamed
+
+
+def test_a_class_opens_a_folder_as_itself(written):
+    """Of a typed tree or of a plain one, also into a tree that is there."""
+    tree = Renamed(torch.ones(2), torch.ones(2), batch_size=[2])
+    tree.to_tensordict().memmap(written / "plain")
+
+    assert type(Renamed.load_memmap(written / "alone")) is Renamed
+    assert type(Renamed.load_memmap(written / "plain")) is Renamed
+    assert type(TensorDict.load_memmap(written / "alone", out=tree * 0)) is Renamed
+    assert (tree * 0).load_memmap_(written / "alone").x.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("form", ["", ".safetensors"])

@@ -57,12 +57,18 @@ def test_without_steps(tmp_path):
     assert manager.steps() == []
     assert manager.latest() is None
     assert manager.best() is None
-    for call in (manager.load, manager.metadata, manager.verify):
-        with pytest.raises(FileNotFoundError, match=r"a/b: the folder has no step(.|\n)*latest\(\) is None"):
-            call()
     assert os.listdir(tmp_path) == []
     manager.save(0, tree_of(1))
     assert value_of(manager.load()) == 1
+
+
+@pytest.mark.parametrize("name", ["load", "metadata", "verify"])
+def test_nothing_is_read_without_steps(name, tmp_path):
+    """The message says that there are none, and no folder is made."""
+    manager = CheckpointManager(tmp_path / "a" / "b", metric="loss")
+    with pytest.raises(FileNotFoundError, match=r"a/b: the folder has no step(.|\n)*latest\(\) is None"):
+        getattr(manager, name)()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -107,15 +113,13 @@ def test_steps_of_any_size(step, manager):
     assert value_of(manager.load(step)) == 1
 
 
-def test_missing_steps(manager):
+@pytest.mark.parametrize("name", ["load", "metadata", "verify", "delete"])
+def test_missing_steps(name, manager):
     """A wrong number is told by the call, with the steps that there are."""
     for step in range(12):
         manager.save(step, tree_of(step)).result()
-    for name in ("load", "metadata", "verify", "delete"):
-        with pytest.raises(
-            FileNotFoundError, match=rf"^{name} .*step 77 does not exist(.|\n)*the last are 2, 3, .*, 11$"
-        ):
-            getattr(manager, name)(77)
+    with pytest.raises(FileNotFoundError, match=rf"^{name} .*step 77 does not exist(.|\n)*the last are 2, 3, .*, 11$"):
+        getattr(manager, name)(77)
 
 
 def test_what_is_there_is_not_overwritten(manager):
@@ -221,8 +225,8 @@ def test_the_last_and_the_best_are_kept(saves, keep_last, keep_best, mode, tmp_p
     manager = CheckpointManager(
         tempfile.mkdtemp(dir=tmp_path), keep_last=keep_last, keep_best=keep_best, metric="m", mode=mode, fsync=False
     )
-    tree = TensorDict({"w": torch.ones(1)})
-    there = {}
+    tree, there = TensorDict({"w": torch.ones(1)}), {}
+    steps, bests, expected_steps, expected_bests = [], [], [], []
     for step, metric in saves:
         manager.save(step, tree, metadata={} if metric is None else {"m": metric})
         there[step] = metric
@@ -234,9 +238,13 @@ def test_the_last_and_the_best_are_kept(saves, keep_last, keep_best, mode, tmp_p
             kept = {step, *sorted(there)[-(keep_last or 1) :], *best[: keep_best or 0]}
             there = {s: m for s, m in there.items() if s in kept}
             best = [s for s in best if s in kept]
+        expected_steps.append(sorted(there))
+        expected_bests.append(best[0] if best else None)
+        steps.append(manager.steps())
+        bests.append(manager.best())
 
-        assert manager.steps() == sorted(there)
-        assert manager.best() == (best[0] if best else None)
+    assert steps == expected_steps
+    assert bests == expected_bests
 
 
 def test_only_steps_are_removed(tmp_path):
@@ -354,8 +362,9 @@ def test_hostile_metadata(fields, error, message, tmp_path):
         manager.load()
 
 
-def test_falling_back_to_a_whole_step(tmp_path):
-    """With `fallback=True` the newest whole step is loaded, with a warning for each damaged one."""
+@pytest.fixture
+def damaged(tmp_path):
+    """A manager of four steps, the last two of which are damaged."""
     manager = CheckpointManager(tmp_path)
     for step in range(4):
         manager.save(step, tree_of(step))
@@ -363,23 +372,36 @@ def test_falling_back_to_a_whole_step(tmp_path):
         path = manager.path(step) / "model.safetensors"
         raw = path.read_bytes()
         path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    return manager
+
+
+def test_falling_back_to_a_whole_step(damaged):
+    """With `fallback=True` the newest whole step is loaded, with a warning for each damaged one; else it raises."""
     with pytest.raises(CorruptCheckpointError, match=r'step 3(.|\n)*leaf "'):
-        manager.load()
+        damaged.load()
     with pytest.warns(RuntimeWarning, match=r"step \d in (.|\n)* is damaged(.|\n)*an older step") as caught:
-        back = manager.load(fallback=True)
+        back = damaged.load(fallback=True)
 
     assert value_of(back) == 1
     assert [str(warning.message)[:6] for warning in caught] == ["step 3", "step 2"]
-    for options in ({"step": 1}, {"verify": False}):
-        with pytest.raises(ValueError, match=r"fallback(.|\n)*(step 1|verify=False)"):
-            manager.load(fallback=True, **options)
+
+
+@pytest.mark.parametrize("options", [{"step": 1}, {"verify": False}], ids=str)
+def test_what_falling_back_does_not_go_with(damaged, options):
+    """A step that is named, and no checks."""
+    with pytest.raises(ValueError, match=r"fallback(.|\n)*(step 1|verify=False)"):
+        damaged.load(fallback=True, **options)
+
+
+def test_falling_back_where_all_steps_are_damaged(damaged):
+    """All are named."""
     for step in (0, 1):
-        (manager.path(step) / "model.safetensors").write_bytes(b"")
+        (damaged.path(step) / "model.safetensors").write_bytes(b"")
     with (
         pytest.warns(RuntimeWarning, match="an older step"),
         pytest.raises(CorruptCheckpointError, match=r"all steps are damaged(.|\n)*damaged: .0, 1, 2, 3"),
     ):
-        manager.load(fallback=True)
+        damaged.load(fallback=True)
 
 
 # -- in the background ------------------------------------------------------------------------------------------

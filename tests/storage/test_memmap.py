@@ -85,24 +85,39 @@ def incumbent_tree():
     )  # fmt: skip
 
 
-def test_folders_of_tensordict_open(tmp_path):
-    """A folder that tensordict wrote opens with all its entries."""
+@pytest.fixture
+def reopened(tmp_path):
+    """A tree of tensordict, and its folder as we open it."""
     theirs = incumbent_tree()
     theirs.memmap(tmp_path / "d")
+    return theirs, TensorDict.load_memmap(tmp_path / "d")
 
-    back = TensorDict.load_memmap(tmp_path / "d")
+
+def test_folders_of_tensordict_open(reopened):
+    """All entries are there, and the leaves are bit for bit those that tensordict wrote."""
+    theirs, back = reopened
 
     assert set(back.keys()) == set(theirs.keys())
     assert back.batch_size == (2,)
-    for key in ("a", ("n", "b"), ("n", "deep", "q"), "a/b", "..", "é x", "bf", "p"):
-        assert same_bytes(back[key], theirs[key].data)
-    assert back["s"] == "hello"
-    assert back["d"] == {"lr": 0.1}
-    assert back["ns"] == ["u", "v"]
+    keys = ("a", ("n", "b"), ("n", "deep", "q"), "a/b", "..", "é x", "bf", "p")
+    assert [key for key in keys if not same_bytes(back[key], theirs[key].data)] == []
+
+
+def test_values_in_folders_of_tensordict_open(reopened):
+    """Texts, data and stacks of data; and an empty tree."""
+    _, back = reopened
+
+    assert {key: back[key] for key in ("s", "d", "ns")} == {"s": "hello", "d": {"lr": 0.1}, "ns": ["u", "v"]}
+    assert back["e"].is_empty()
+
+
+def test_lazy_stacks_in_folders_of_tensordict_open(reopened):
+    """With leaves of different lengths."""
+    _, back = reopened
+
+    assert back["lazy"].batch_size == (2,)
     assert [x.tolist() for x in back["lazy"]["x"]] == [[0], [0, 0]]
     assert back["lazy"]["s"] == ["0", "1"]
-    assert back["e"].is_empty()
-    assert back["lazy"].batch_size == (2,)
 
 
 @tensordict.tensorclass
@@ -246,20 +261,52 @@ def test_memmap_like_is_sparse_and_fills_by_rows(tmp_path):
     assert TensorDict.load_memmap(tmp_path / "d")["tag"] == "x"
 
 
-def test_memmap_like_keeps_values_that_are_no_leaves(tmp_path):
-    """Non-tensor data that are tensors keep their values."""
-    value = NonTensorData(torch.tensor([1.0, 2.0]))
-    tree = TensorDict({"a": torch.ones(2), "v": value, "n": {"v": value}, "k": "txt"}, [2])
+VALUES = TensorDict(
+    {
+        "a": torch.ones(2),
+        "v": NonTensorData(torch.tensor([1.0, 2.0])),
+        "n": {"v": NonTensorData(torch.tensor([1.0, 2.0]))},
+        "k": "txt",
+    },
+    [2],
+)
 
-    for made in (tree.memmap_like(tmp_path / "d"), TensorDict.load_memmap(tmp_path / "d"), tree.memmap_like()):
-        assert made["a"].tolist() == [0, 0]
-        assert made["v"].tolist() == made["n", "v"].tolist() == [1, 2]
-        assert made["k"] == "txt"
-    missing = tree.set("v", NonTensorData(torch.zeros(2, device="meta")))
+
+def reopen_like(tree, folder):
+    """The folder of a tree like this one, opened."""
+    tree.memmap_like(folder)
+    return TensorDict.load_memmap(folder)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda folder: VALUES.memmap_like(folder), id="made"),
+        pytest.param(lambda folder: reopen_like(VALUES, folder), id="opened"),
+        pytest.param(lambda folder: VALUES.memmap_like(), id="no folder"),
+    ],
+)
+def test_memmap_like_keeps_values_that_are_no_leaves(make, tmp_path):
+    """Non-tensor data that are tensors keep their values."""
+    made = make(tmp_path / "d")
+
+    leaves = {"a": made["a"].tolist(), "v": made["v"].tolist(), "n": made["n", "v"].tolist()}
+    assert leaves == {"a": [0, 0], "v": [1, 2], "n": [1, 2]}
+    assert made["k"] == "txt"
+
+
+def test_memmap_like_refuses_values_without_values(tmp_path):
+    """Nothing is written."""
+    missing = VALUES.set("v", NonTensorData(torch.zeros(2, device="meta")))
     with pytest.raises(UnsupportedError, match="(?s)memmap_like: .*'v' have no values.*expected: values.*got:.*meta"):
         missing.memmap_like(tmp_path / "e")
-    assert os.listdir(tmp_path) == ["d"]
+    assert os.listdir(tmp_path) == []
+
+
+def test_memmap_like_takes_leaves_without_values(tmp_path):
+    """The mapped tree is on the CPU."""
     made = TensorDict({"a": torch.zeros(3, device="meta")}, device="meta").memmap_like(tmp_path / "d")
+
     assert made["a"].tolist() == [0, 0, 0]
     assert made.device == torch.device("cpu")
 
@@ -303,20 +350,35 @@ def test_memmap_in_place_refusals(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_memmap_in_place_of_a_tensor_under_two_keys(tmp_path, monkeypatch):
-    """A tensor under two keys has one file with two names, so writes to it show under both."""
+@pytest.fixture
+def shared(tmp_path):
+    """A tree with a tensor under three keys and in a value, and a copy of it, on mapped files."""
     x = torch.arange(3.0)
     td = TensorDict({"v": NonTensorData(x), "a": x, "b": x, "n": {"c": x}, "own": x.clone()})
     td.memmap_(tmp_path / "d").memmap_(tmp_path / "d")
     td.set_("a", torch.full((3,), 7.0))
+    return td
 
-    assert [values_of(t.select("a", "b", "n")) for t in (td, TensorDict.load_memmap(tmp_path / "d"))] == [{7}, {7}]
-    # Non-tensor data that are the same tensor follow too, as they do in memory; a tensor of equal values does not.
-    assert td["v"].tolist() == TensorDict.load_memmap(tmp_path / "d")["v"].tolist() == [7, 7, 7]
-    assert TensorDict.load_memmap(tmp_path / "d")["own"].tolist() == [0, 1, 2]
-    td.memmap_refresh_()
-    td.set_("b", torch.full((3,), 8.0))
+
+def test_memmap_in_place_of_a_tensor_under_two_keys(shared, tmp_path):
+    """It has one file with two names, so writes to it show under both, also after a refresh."""
+    assert values_of(shared.select("a", "b", "n")) == {7}
+    assert values_of(TensorDict.load_memmap(tmp_path / "d").select("a", "b", "n")) == {7}
+    shared.memmap_refresh_()
+    shared.set_("b", torch.full((3,), 8.0))
     assert values_of(TensorDict.load_memmap(tmp_path / "d").select("a", "b", "n")) == {8}
+
+
+def test_values_that_are_the_same_tensor_follow(shared, tmp_path):
+    """As they do in memory; a tensor of equal values does not."""
+    assert shared["v"].tolist() == [7, 7, 7]
+    back = TensorDict.load_memmap(tmp_path / "d")
+    assert back["v"].tolist() == [7, 7, 7]
+    assert back["own"].tolist() == [0, 1, 2]
+
+
+def test_memmap_in_place_where_a_file_has_one_name(tmp_path, monkeypatch):
+    """A tensor under two keys is refused, unless they are tied."""
 
     def no_link(*_):
         raise OSError
@@ -326,7 +388,7 @@ def test_memmap_in_place_of_a_tensor_under_two_keys(tmp_path, monkeypatch):
         UnsupportedError, match=r"(?s)b\.memmap and a\.memmap are one tensor.*no file two names.*td\.tie"
     ):
         TensorDict({"a": (y := torch.ones(1)), "b": y}).memmap_(tmp_path / "e")
-    assert os.listdir(tmp_path) == ["d"]
+    assert os.listdir(tmp_path) == []
     retie(TensorDict({"a": y, "n": {"b": y}}), [[("a",), ("n", "b")]]).memmap(tmp_path / "e")
     assert TensorDict.load_memmap(tmp_path / "e" / "n")["b"].tolist() == [1]
 

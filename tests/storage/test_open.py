@@ -36,6 +36,19 @@ def layers(tmp_path):
     return saved(tree, tmp_path), tree
 
 
+def check_part(got, expected, where):
+    """Assert that a part that was read alone is that of the whole tree."""
+    if isinstance(got, tdfunc.SavedTree):
+        assert_same(got.load(), expected)
+        assert list(got.keys()) == list(expected.keys()), where
+    elif isinstance(expected, torch.Tensor):
+        assert same_bytes(got, expected), where
+        assert type(got) is type(expected), where
+        assert got.requires_grad == expected.requires_grad, where
+    else:
+        assert repr(got) == repr(expected), where
+
+
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": 40}], ids=["file", "shards"])
 @examples(0.4)
 @given(tree=trees() | tied_trees())
@@ -43,24 +56,29 @@ def test_every_part_is_that_of_the_whole(options, tree, tmp_path_factory):
     """A leaf, value or sub-tree that is read alone is the one that `load` gives."""
     path = saved(tree, tmp_path_factory.getbasetemp(), **options)
     whole = load(path)
+    keys = list(whole.keys(include_nested=True))
+
+    with tdfunc.open(path) as f:
+        assert [key for key in keys if key not in f] == []
+        for key in keys:
+            value = whole.get(key)
+            check_part(f[key], value if isinstance(value, torch.Tensor | TensorDict) else whole[key], key)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": 40}], ids=["file", "shards"])
+@examples(0.4)
+@given(tree=trees() | tied_trees())
+def test_an_open_file_has_the_paths_and_the_shapes_of_the_whole(options, tree, tmp_path_factory):
+    """And may be loaded whole."""
+    path = saved(tree, tmp_path_factory.getbasetemp(), **options)
+    whole = load(path)
 
     with tdfunc.open(path) as f:
         assert_same(f.load(), whole)
         assert f.paths() == whole.paths()
-        for key in whole.keys(include_nested=True):
-            expected, got = whole.get(key), f[key]
-            assert key in f
-            if isinstance(got, tdfunc.SavedTree):
-                assert_same(got.load(), expected)
-                assert list(got.keys()) == list(expected.keys())
-            elif isinstance(expected, torch.Tensor):
-                assert same_bytes(got, expected)
-                assert type(got) is type(expected)
-                assert got.requires_grad == expected.requires_grad
-            else:
-                assert repr(got) == repr(whole[key])
-        assert [str(leaf.shape) for leaf in f.spec().leaves()] == [str(leaf.shape) for leaf in whole.leaves()]
-        assert all(leaf.is_meta for leaf in f.spec().leaves())
+        spec = list(f.spec().leaves())
+    assert [str(leaf.shape) for leaf in spec] == [str(leaf.shape) for leaf in whole.leaves()]
+    assert [leaf for leaf in spec if not leaf.is_meta] == []
 
 
 INDICES = st.one_of(
@@ -71,6 +89,17 @@ INDICES = st.one_of(
     st.lists(st.booleans(), min_size=6, max_size=6).map(torch.tensor),
     st.sampled_from([..., None, True, torch.ones(6, 4, dtype=torch.bool), torch.zeros(2, 2, dtype=torch.int64), 1.5]),
 )
+
+
+REFUSALS = IndexError, TypeError, ValueError, RuntimeError
+
+
+def or_none(call, errors):
+    """What a call returns, or None where it raises."""
+    try:
+        return call()
+    except errors:
+        return None
 
 
 @example(index=np.array([1, -1]))
@@ -86,21 +115,11 @@ INDICES = st.one_of(
 def test_slice_is_index(leaf, index, tmp_path_factory):
     """Rows that are read alone are those of the same index of the leaf, which refuses the same indices."""
     path = saved(TensorDict({"x": torch.ones(3), "leaf": leaf, "after": torch.ones(2)}), tmp_path_factory.getbasetemp())
-    expected, error = None, None
-    try:
-        expected = leaf[index]
-    except Exception as err:
-        error = err
+    expected = or_none(lambda: leaf[index], Exception)
 
     with tdfunc.open(path) as f:
-        for verify in (False, True):
-            if error is not None:
-                with pytest.raises((IndexError, TypeError, ValueError, RuntimeError)):
-                    f.slice("leaf", index, verify=verify)
-            else:
-                got = f.slice("leaf", index, verify=verify)
-                assert got.shape == expected.shape
-                assert torch.equal(got, expected)
+        found = {v: or_none(lambda v=v: f.slice("leaf", index, verify=v), REFUSALS) for v in (False, True)}
+    torch.testing.assert_close(found, {False: expected, True: expected}, rtol=0, atol=0)
 
 
 def test_reads_only_what_is_asked_for(layers, monkeypatch):
@@ -130,51 +149,95 @@ def test_reads_only_what_is_asked_for(layers, monkeypatch):
         assert spans == [10 * 3 * 4] * 11
 
 
-def test_views_of_the_tree(layers):
-    """The handle reads as a mapping does."""
-    path, tree = layers
-
-    with tdfunc.open(path) as f:
+def test_a_handle_reads_as_a_mapping(layers):
+    """It has keys, and values that are no leaves."""
+    with tdfunc.open(layers[0]) as f:
         assert len(f) == 2
         assert list(f) == ["layers", "note"]
         assert f.keys() == ["layers", "note"]
         assert f["note"] == "text"
-        assert ("layers", "7") in f
-        assert ("layers", "77") not in f
-        assert ("note", "x") not in f
+
+
+@pytest.mark.parametrize(
+    ("key", "is_there"), [(("layers", "7"), True), (("layers", "77"), False), (("note", "x"), False)], ids=str
+)
+def test_a_handle_has_nested_keys(layers, key, is_there):
+    """Those of sub-trees."""
+    with tdfunc.open(layers[0]) as f:
+        assert (key in f) is is_there
+
+
+def test_views_of_the_tree(layers):
+    """A part of a handle reads as the handle does."""
+    path, tree = layers
+
+    with tdfunc.open(path) as f:
         assert len(f["layers"]["7"]) == 1
         assert f["layers"]["7"].paths() == [("w",)]
         assert torch.equal(f["layers"]["7"]["w"], tree["layers", "7", "w"])
         assert torch.equal(f["layers"].slice(("7", "w"), 2), tree["layers", "7", "w"][2])
+
+
+def test_a_handle_shows_what_it_is(layers):
+    """The metadata of the file; the place and the keys of a part; that it is closed."""
+    with tdfunc.open(layers[0]) as f:
         assert f.metadata == {"format": "pt"}
         assert "t.safetensors' at 'layers.7', keys=['w']" in repr(f["layers", "7"])
-        with pytest.raises(MissingKeyError, match=r"no key 'x' under 'layers\.7'[\s\S]*one of 'w'"):
-            f["layers", "7", "x"]
-        with pytest.raises(MissingKeyError, match=r"no key 'y' under 'layers\.7\.w'"):
-            f["layers", "7", "w", "y"]
-        with pytest.raises(TypeError, match=r"'layers.7'[\s\S]*path of a leaf"):
-            f.slice(("layers", "7"), 0)
-        with pytest.raises(TypeError, match="path of a leaf"):
-            f.slice("note", 0)
     assert "closed" in repr(f)
 
 
-def test_lazy_stacks_and_typed_trees(tmp_path):
-    """Lazy stacks and typed trees are read as themselves."""
-    stack = lazy_stack([TensorDict({"x": torch.full((i + 1,), float(i))}) for i in range(3)])
-    point = Point(x=torch.ones(2), batch_size=[])
-    tree = TensorDict({"s": stack, "p": point, "o": NonTensorData((torch.ones(1),))})
+@pytest.mark.parametrize(
+    ("key", "pattern"),
+    [
+        (("layers", "7", "x"), r"no key 'x' under 'layers\.7'[\s\S]*one of 'w'"),
+        (("layers", "7", "w", "y"), r"no key 'y' under 'layers\.7\.w'"),
+    ],
+    ids=["in a tree", "in a leaf"],
+)
+def test_a_missing_key_is_named(layers, key, pattern):
+    """With the part that lacks it."""
+    with tdfunc.open(layers[0]) as f, pytest.raises(MissingKeyError, match=pattern):
+        f[key]
 
-    with tdfunc.open(saved(tree, tmp_path)) as f:
-        assert ("o", "0") not in f
-        assert [x.tolist() for x in f["s", "x"]] == [x.tolist() for x in tree["s", "x"]]
+
+@pytest.mark.parametrize(
+    ("key", "pattern"),
+    [(("layers", "7"), r"'layers.7'[\s\S]*path of a leaf"), ("note", "path of a leaf")],
+    ids=["tree", "value"],
+)
+def test_only_leaves_have_slices(layers, key, pattern):
+    """Trees and values have none."""
+    with tdfunc.open(layers[0]) as f, pytest.raises(TypeError, match=pattern):
+        f.slice(key, 0)
+
+
+def test_lazy_stacks_are_read_as_themselves(tmp_path):
+    """Their keys are those of their parts, which have no keys of their own."""
+    stack = lazy_stack([TensorDict({"x": torch.full((i + 1,), float(i))}) for i in range(3)])
+
+    with tdfunc.open(saved(TensorDict({"s": stack}), tmp_path)) as f:
+        assert [x.tolist() for x in f["s", "x"]] == [x.tolist() for x in stack["x"]]
         assert f["s"].keys() == ["x"]
         assert ("s", "x") in f
         assert ("s", "0") not in f
-        assert_same(f["s"].load(), tree["s"])
+        assert_same(f["s"].load(), stack)
+
+
+def test_values_have_no_keys(tmp_path):
+    """Tensors inside of them are no leaves."""
+    with tdfunc.open(saved(TensorDict({"o": NonTensorData((torch.ones(1),))}), tmp_path)) as f:
+        assert ("o", "0") not in f
+
+
+def test_typed_trees_are_read_as_themselves(tmp_path):
+    """Or as the class that is given, when the part or the file is read."""
+    point = Point(x=torch.ones(2), batch_size=[])
+    path = saved(TensorDict({"p": point}), tmp_path)
+
+    with tdfunc.open(path) as f:
         assert [type(f["p"].load(classes=classes)) for classes in (None, TensorDict)] == [Point, TensorDict]
         assert torch.equal(f["p", "x"], point.x)
-    with tdfunc.open(tmp_path / "t.safetensors", classes=TensorDict) as f:
+    with tdfunc.open(path, classes=TensorDict) as f:
         assert type(f["p"].load()) is TensorDict
 
 

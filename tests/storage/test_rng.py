@@ -33,15 +33,15 @@ def test_the_global_generators_go_on_where_they_were(before, between, tmp_path):
     assert draw_global() == expected
 
 
-def test_reading_changes_nothing(monkeypatch):
+@pytest.mark.parametrize(("in_use", "values"), [(False, {}), (True, {"0": 0, "1": 1})], ids=["not in use", "in use"])
+def test_reading_changes_nothing(in_use, values, monkeypatch):
     """Reading the state does not advance a generator, or start CUDA; devices in use are read."""
     before = draw_state()
     monkeypatch.setattr(torch.cuda, "get_rng_state", torch.tensor)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for in_use, values in ((False, {}), (True, {"0": 0, "1": 1})):
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
-        assert get_rng_state()["cuda"].to_dict() == values
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
 
+    assert get_rng_state()["cuda"].to_dict() == values
     assert draw_state() == before
 
 
@@ -49,27 +49,44 @@ def test_own_generators(tmp_path):
     """Generators of torch, and the global ones with them, draw what they drew after the save; numpy's are data."""
     own, other = (torch.Generator().manual_seed(seed) for seed in range(2))
     numpys = [np.random.default_rng(seed) for seed in range(2)]
+
+    def draw(torchs, numpys):
+        return {"torch": torch.rand(3, generator=torchs).tolist(), "global": draw_global(), "numpy": numpys.normal()}
+
     torch.rand(1, generator=own)
     save({"rng": get_rng_state(dropout=own), "data": numpys[0].bit_generator.state}, tmp_path / "rng.safetensors")
-    expected = torch.rand(3, generator=own).tolist(), draw_global(), numpys[0].normal()
+    expected = draw(own, numpys[0])
     loaded = load(tmp_path / "rng.safetensors")
     set_rng_state(loaded["rng"], dropout=other)
     numpys[1].bit_generator.state = loaded["data"]
 
-    assert (torch.rand(3, generator=other).tolist(), draw_global(), numpys[1].normal()) == expected
+    assert draw(other, numpys[1]) == expected
 
 
-def test_other_generators():
-    """Generators of other names, and states of another form, are refused, and no generator changes."""
+@pytest.mark.parametrize(
+    ("own", "got"),
+    [({}, "numpy, python, torch"), ({"other": torch.Generator()}, "numpy, other")],
+    ids=["none", "other"],
+)
+def test_generators_of_other_names_are_refused(own, got):
+    """With the names that are there and that are given."""
+    state = get_rng_state(data=torch.Generator())
+    with pytest.raises(TreeStructureError, match=rf"expected: cuda, data, numpy.*\n.*got: +cuda, {got}"):
+        set_rng_state(state, **own)
+
+
+def test_states_of_another_form_are_refused():
+    """No generator changes."""
     state = get_rng_state(data=torch.Generator())
     torch.rand(1)
-    for own, got in (({}, "numpy, python, torch"), ({"other": torch.Generator()}, "numpy, other")):
-        with pytest.raises(TreeStructureError, match=rf"expected: cuda, data, numpy.*\n.*got: +cuda, {got}"):
-            set_rng_state(state, **own)
     before = draw_state()
     with pytest.raises(UnsupportedError, match=r"does not fit the generator data(.|\n)*got: "):
         set_rng_state(state.set("data", torch.zeros(3)), data=torch.Generator())
     assert draw_state() == before
+
+
+def test_names_of_global_generators_are_refused():
+    """They have their own."""
     with pytest.raises(ValueError, match=r"name of a global one.\s*got: .*'cuda', 'numpy', 'python', 'torch'"):
         get_rng_state(**dict.fromkeys(["torch", "cuda", "python", "numpy"], torch.Generator()))
 

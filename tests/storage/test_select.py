@@ -142,24 +142,40 @@ def test_like_of_a_lazy_stack(tmp_path):
         load(path, like=other)
 
 
-def test_dtype_casts_floating_leaves_and_no_others(tmp_path):
-    """Floating leaves are cast, Parameters stay Parameters, and other leaves do not change."""
+@pytest.fixture
+def mixed(tmp_path):
+    """A tree with a leaf of each dtype, a Parameter and a value, and its file."""
     tree = TensorDict({name: of_dtype(name, (2, 4)) for name in DTYPES[:-2]}, [2])
     tree = tree.set("p", nn.Parameter(torch.randn(2, 2), requires_grad=False))
     tree = tree.set("v", tdfunc.NonTensorData(torch.ones(2), [2]))
-    path = saved(tree, tmp_path)
+    return tree, saved(tree, tmp_path)
 
+
+def test_dtype_casts_floating_leaves_and_no_others(mixed):
+    """Other leaves and values do not change."""
+    tree, path = mixed
     back = load(path, dtype=torch.bfloat16)
 
-    for key in (*DTYPES[:-2], "p"):
-        expected = tree[key].to(torch.bfloat16) if tree[key].is_floating_point() else tree[key]
-        assert back[key].dtype == expected.dtype, key
-        torch.testing.assert_close(back[key].detach(), expected.detach(), rtol=0, atol=0, equal_nan=True)
+    leaves = {key: tree[key].detach() for key in (*DTYPES[:-2], "p")}
+    expected = {key: leaf.to(torch.bfloat16) if leaf.is_floating_point() else leaf for key, leaf in leaves.items()}
+    found = {key: back[key].detach() for key in leaves}
+    assert {key: leaf.dtype for key, leaf in found.items()} == {key: leaf.dtype for key, leaf in expected.items()}
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert back["v"].dtype == torch.float32
+
+
+def test_cast_parameters_stay_parameters(mixed):
+    """Without a gradient where they had none."""
+    back = load(mixed[1], dtype=torch.bfloat16)
+
     assert type(back["p"]) is nn.Parameter
     assert not back["p"].requires_grad
-    assert back["v"].dtype == torch.float32
-    assert load(path, dtype=torch.float16, device="meta")["p"].dtype == torch.float16
-    assert load(path, dtype=torch.float16, where="p")["p"].dtype == torch.float16
+
+
+@pytest.mark.parametrize("options", [{"device": "meta"}, {"where": "p"}], ids=["meta", "where"])
+def test_dtype_casts_what_is_loaded_in_another_way(mixed, options):
+    """Without values, or of one leaf."""
+    assert load(mixed[1], dtype=torch.float16, **options)["p"].dtype == torch.float16
 
 
 def test_like_compares_what_dtype_gives(tmp_path):
@@ -208,16 +224,39 @@ def test_like_of_a_model_that_ties_and_is_not_there(tmp_path):
         load(tmp_path / "f.safetensors", like=tdfunc.from_module(module))
 
 
-@pytest.mark.parametrize("options", [{}, {"max_shard_size": 40}], ids=["file", "shards"])
-def test_predicates_have_no_values(options, tmp_path):
-    """A predicate that reads values ends in torch's error about meta tensors, and its own errors pass."""
-    path = saved(TensorDict({"a": torch.ones(3), "b": {"c": torch.zeros(2, 2)}}), tmp_path, **options)
+OPTIONS_OF_SAVES = pytest.mark.parametrize("options", [{}, {"max_shard_size": 40}], ids=["file", "shards"])
+
+
+def of_two(folder, options):
+    """A file of a vector and a matrix."""
+    return saved(TensorDict({"a": torch.ones(3), "b": {"c": torch.zeros(2, 2)}}), folder, **options)
+
+
+@OPTIONS_OF_SAVES
+def test_predicates_see_paths_and_shapes(options, tmp_path):
+    """And choose by both."""
+    path = of_two(tmp_path, options)
 
     assert load(path, where=lambda p, x: x.dim() == 2 and p[0] == "b").paths() == [("b", "c")]
-    asks = (lambda x: (x > 0).any(), lambda x: x.sum().item(), torch.Tensor.tolist, torch.Tensor.numpy, torch.nonzero)
-    for ask in asks:
-        with pytest.raises((RuntimeError, TypeError), match="meta"):
-            load(path, where=lambda _, x, ask=ask: ask(x))
+
+
+@OPTIONS_OF_SAVES
+@pytest.mark.parametrize(
+    "ask",
+    [lambda x: (x > 0).any(), lambda x: x.sum().item(), torch.Tensor.tolist, torch.Tensor.numpy, torch.nonzero],
+    ids=["any", "item", "tolist", "numpy", "nonzero"],
+)
+def test_predicates_have_no_values(options, ask, tmp_path):
+    """A predicate that reads values ends in torch's error about meta tensors."""
+    path = of_two(tmp_path, options)
+    with pytest.raises((RuntimeError, TypeError), match="meta"):
+        load(path, where=lambda _, x: ask(x))
+
+
+@OPTIONS_OF_SAVES
+def test_errors_of_predicates_pass(options, tmp_path):
+    """As they are."""
+    path = of_two(tmp_path, options)
 
     def fail(*_):
         raise RuntimeError("mine")

@@ -31,26 +31,45 @@ def listed(folder):
     return [name for name in found if not SHARD.fullmatch(name)], [n for n in found if SHARD.fullmatch(n)]
 
 
-def test_the_layout(tmp_path):
-    """Each leaf is in the shard that the index names, and no shard is larger than it may be."""
+@pytest.fixture
+def sharded(tmp_path):
+    """A folder of three shards, its index and the names of its shards."""
     tree = TensorDict({"a": {"w": torch.ones(1000)}, "b": torch.ones(600), "big": torch.ones(5000), "c": torch.ones(1)})
     tree = tree.set("note", "text")
     save(tree, tmp_path / "m", max_shard_size=4004)
-
     index = json.loads((tmp_path / "m" / INDEX).read_text())
-    others, names = listed(tmp_path / "m")
-    assert others == [INDEX]
+    return tmp_path / "m", index, listed(tmp_path / "m")[1]
+
+
+def test_the_layout(sharded):
+    """Each leaf is in the shard that the index names, and no shard is larger than it may be."""
+    folder, index, names = sharded
+
+    # A node's own leaves come before those of its sub-trees.
+    assert index["weight_map"] == {"b": names[0], "big": names[1], "c": names[2], "a.w": names[2]}
+    there = {key: name for name in names for key in safetensors.torch.load_file(folder / name)}
+    assert there == index["weight_map"]
+    assert index["metadata"]["total_size"] == 4 * 6601
+
+
+def test_the_names_of_shards(sharded):
+    """Their number and their count, and the same letters of one save; beside them is the index alone."""
+    folder, _, names = sharded
+
+    assert listed(folder)[0] == [INDEX]
     assert len({SHARD.fullmatch(name)[1] for name in names}) == 1
     assert [SHARD.fullmatch(name).groups()[1:] for name in names] == [(f"0000{i}", "00003") for i in (1, 2, 3)]
-    assert index["metadata"]["total_size"] == 4 * 6601
-    # A node's own leaves come before those of its sub-trees.
-    expected = {"b": names[0], "big": names[1], "c": names[2], "a.w": names[2]}
-    assert index["weight_map"] == expected
+
+
+def test_shards_are_in_the_format_of_torch(sharded):
+    """As transformers asks for."""
+    folder, _, names = sharded
+    formats = {}
     for name in names:
-        plain = safetensors.torch.load_file(tmp_path / "m" / name)
-        assert set(plain) == {key for key, home in index["weight_map"].items() if home == name}
-        with safetensors.safe_open(tmp_path / "m" / name, "pt") as f:
-            assert f.metadata()["format"] == "pt"
+        with safetensors.safe_open(folder / name, "pt") as f:
+            formats[name] = f.metadata()["format"]
+
+    assert formats == dict.fromkeys(names, "pt")
 
 
 def test_an_index_of_another_algorithm(tmp_path, monkeypatch):
@@ -68,6 +87,13 @@ def test_an_index_of_another_algorithm(tmp_path, monkeypatch):
         load(tmp_path / "m", verify=False)
 
 
+def header_of(path):
+    """The metadata in the header of a file."""
+    head = path.read_bytes()
+    length = int.from_bytes(head[:8], "little")
+    return json.loads(head[8 : 8 + length])["__metadata__"]
+
+
 def test_the_index_is_as_documented(tmp_path):
     """The digests of an index and its shards are those that docs/storage.md describes."""
     save(tree_of(1), tmp_path / "m", max_shard_size=10_000)
@@ -78,12 +104,11 @@ def test_the_index_is_as_documented(tmp_path):
     at = raw.index(digest.encode())
     assert algorithm == "xxh3-64"
     assert xxhash.xxh3_64_hexdigest(raw[:at] + b"0" * 16 + raw[at + 16 :]) == digest
-    for name, recorded in index["metadata"]["tdfunc.shards"].items():
-        head = (tmp_path / "m" / name).read_bytes()
-        length = int.from_bytes(head[:8], "little")
-        header = json.loads(head[8 : 8 + length])
-        assert header["__metadata__"]["tdfunc.header"] == f"xxh3-64:{recorded}"
-        assert "tdfunc.tree" not in header["__metadata__"]
+    recorded = index["metadata"]["tdfunc.shards"]
+    headers = {name: header_of(tmp_path / "m" / name) for name in recorded}
+    digests = {name: f"xxh3-64:{each}" for name, each in recorded.items()}
+    assert {name: header["tdfunc.header"] for name, header in headers.items()} == digests
+    assert [name for name, header in headers.items() if "tdfunc.tree" in header] == []
 
 
 @pytest.mark.parametrize(

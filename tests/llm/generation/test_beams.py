@@ -19,30 +19,62 @@ EOS = [1, 5, 6, 20, 47]
 CASES = [(name, options) for name in ("llama", "gemma2, window", "qwen3_next", "bloom") for options in OPTIONS]
 
 
-@pytest.mark.parametrize("case", quick(CASES, CASES[0]), ids=str)
-def test_beams_are_those_of_transformers(case):
-    """In a padded batch, with several responses to a prompt, and with log-probs of a row alone; both ends occur."""
-    name, options = case
+PAD = 96
+EACH = pytest.mark.parametrize("searched", quick(CASES, CASES[0]), indirect=True, ids=str)
+
+
+@pytest.fixture(scope="module")
+def searched(request):
+    """A case's model and options, and its prompts and responses: a prompt for each response."""
+    name, options = request.param
     model = make(name)
     lm, params, buffers = causal_lm(model)
     # More ends, so that beams do end.
     options = {"max_new_tokens": 7, "eos_token_ids": EOS, **options}
     parsed, rows = GenerationOptions.parse(options), prompts([9, 3, 9, 1], seed=4)
     found = generate_tokens(lm, params, rows, parsed, buffers=buffers)
-    count, reasons = parsed.num_return_sequences, set()
-    options = {("eos_token_id" if name == "eos_token_ids" else name): value for name, value in options.items()}
-    for i, row in enumerate(rows):
-        kwargs = {"attention_mask": torch.ones_like(row[None]), "do_sample": False, "pad_token_id": 96}
-        expected = model.generate(row[None], **kwargs, **options)[:, len(row) :]
-        for ids, response in zip(expected, found[i * count : (i + 1) * count], strict=True):
-            length = len(response.tokens)
-            assert torch.equal(response.tokens, ids[:length])
-            assert (ids[length:] == 96).all()
-            is_ended = int(ids[length - 1]) in EOS
-            assert response.finish_reason == ("stop" if is_ended else "length")
-            assert is_ended or length == 7
-            scores = row_log_probs(model, torch.cat([row, response.tokens]))[len(row) - 1 :]
-            assert torch.allclose(response.log_probs, scores, atol=1e-4)
-            assert response.behaviour is None
-            reasons.add(response.finish_reason)
-    assert case != CASES[0] or reasons == {"stop", "length"}
+    return model, options, [row for row in rows for _ in range(parsed.num_return_sequences)], found
+
+
+def hf_beams(model, row, *, eos_token_ids, **options):
+    """The responses of transformers to a row alone, with pads."""
+    kwargs = {"attention_mask": torch.ones_like(row[None]), "do_sample": False, "pad_token_id": PAD}
+    return model.generate(row[None], eos_token_id=eos_token_ids, **kwargs, **options)[:, len(row) :].tolist()
+
+
+@EACH
+def test_beams_are_those_of_transformers(searched):
+    """In a padded batch, and with several responses to a prompt."""
+    model, options, rows, found = searched
+    count = options.get("num_return_sequences", 1)
+    expected = [ids for row in rows[::count] for ids in hf_beams(model, row, **options)]
+    tokens = [response.tokens.tolist() for response in found]
+
+    assert [ids + [PAD] * (len(to) - len(ids)) for ids, to in zip(tokens, expected, strict=True)] == expected
+
+
+@EACH
+def test_beams_end_with_an_end_or_at_the_most_tokens(searched):
+    """The reason says which."""
+    *_, found = searched
+    ended = [int(response.tokens[-1]) in EOS for response in found]
+
+    assert [response.finish_reason for response in found] == ["stop" if each else "length" for each in ended]
+    assert {len(response.tokens) for response, each in zip(found, ended, strict=True) if not each} <= {7}
+
+
+@pytest.mark.parametrize("searched", CASES[:1], indirect=True, ids=str)
+def test_both_ends_occur(searched):
+    """In the case that every run has."""
+    assert {response.finish_reason for response in searched[-1]} == {"stop", "length"}
+
+
+@EACH
+def test_log_probs_of_beams_are_those_of_rows_alone(searched):
+    """The raw ones of the model; beams have no distribution that they were drawn from."""
+    model, _, rows, found = searched
+    pairs = zip(rows, found, strict=True)
+    expected = [row_log_probs(model, torch.cat([row, each.tokens]))[len(row) - 1 :] for row, each in pairs]
+
+    torch.testing.assert_close([response.log_probs for response in found], expected, atol=1e-4, rtol=1e-5)
+    assert [response.behaviour for response in found] == [None] * len(found)

@@ -33,32 +33,71 @@ def padded(lengths, side="left", seed=0):
     return TensorDict({"tokens": tokens, "attention_mask": mask, "name": torch.arange(len(rows))}, [len(rows)]), rows
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_responses_are_those_of_the_rows(side):
-    """Tokens, masks and log-probs of a padded tree are those of `generate_tokens`, with keys folded with the row."""
-    lm, params, buffers = causal_lm(make("llama"))
-    td, rows = padded([5, 2, 9], side)
-    # At some steps no token is left out.
-    options = {"max_new_tokens": 6, "temperature": 2.0, "min_p": 0.02}
-    out = generate(lm, params, td, key=random.key(3), buffers=buffers, **options)
+SIDES = pytest.mark.parametrize("generated", ["left", "right"], indirect=True)
+# At some steps no token is left out.
+CUT = {"max_new_tokens": 6, "temperature": 2.0, "min_p": 0.02}
 
+
+@pytest.fixture(scope="module")
+def generated(request):
+    """A padded tree, its rows, and what `generate` made of it."""
+    lm, params, buffers = causal_lm(make("llama"))
+    td, rows = padded([5, 2, 9], request.param)
+    return td, rows, generate(lm, params, td, key=random.key(3), buffers=buffers, **CUT)
+
+
+@SIDES
+def test_responses_are_those_of_the_rows(generated):
+    """Tokens, masks and log-probs of a padded tree are those of `generate_tokens`, with keys folded with the row."""
+    _, rows, out = generated
+    lm, params, buffers = causal_lm(make("llama"))
     keys = random.fold_in(random.key(3), torch.arange(3))
-    expected = generate_tokens(lm, params, rows, GenerationOptions.parse(options), keys=keys, buffers=buffers)
+    expected = generate_tokens(lm, params, rows, GenerationOptions.parse(CUT), keys=keys, buffers=buffers)
     tokens, masks, log_probs = out["tokens"], out["masks"], out["log_probs"]
-    assert [type(each) for each in (tokens, masks, log_probs)] == [Tokens, Masks, LogProbs]
-    valid = masks.all_attention_mask[:, 9:]
-    for i, (row, response) in enumerate(zip(rows, expected, strict=True)):
-        assert torch.equal(tokens.full[i][masks.all_attention_mask[i]], torch.cat([row, response.tokens]))
-        assert torch.equal(tokens.response[i][valid[i]], response.tokens)
-        assert torch.equal(log_probs.full[i][log_probs.mask[i]], response.log_probs)
-        assert torch.equal(log_probs.behaviour[i][valid[i]], response.behaviour)
-        assert torch.equal(log_probs.support[i][valid[i]][:, : response.support.shape[1]], response.support)
+    whole, valid = masks.all_attention_mask, masks.all_attention_mask[:, 9:]
+
+    full = [torch.cat([row, each.tokens]).tolist() for row, each in zip(rows, expected, strict=True)]
+    assert [ids[mask].tolist() for ids, mask in zip(tokens.full, whole, strict=True)] == full
+    response = [each.tokens.tolist() for each in expected]
+    assert [ids[mask].tolist() for ids, mask in zip(tokens.response, valid, strict=True)] == response
+    known = [values[mask].tolist() for values, mask in zip(log_probs.full, log_probs.mask, strict=True)]
+    assert known == [each.log_probs.tolist() for each in expected]
+    behaviour = [values[mask].tolist() for values, mask in zip(log_probs.behaviour, valid, strict=True)]
+    assert behaviour == [each.behaviour.tolist() for each in expected]
+    support = zip(log_probs.support, valid, expected, strict=True)
+    support = [ids[mask][:, : each.support.shape[1]].tolist() for ids, mask, each in support]
+    assert support == [each.support.tolist() for each in expected]
+
+
+@SIDES
+def test_pads_have_no_log_probs_and_no_ids(generated):
+    """Both are 0, and no position of a prompt has a log-prob."""
+    *_, out = generated
+    tokens, masks, log_probs = out["tokens"], out["masks"], out["log_probs"]
+
     assert (log_probs.full[~log_probs.mask] == 0).all()
-    assert not any([log_probs.mask[:, :9].any(), tokens.full[~masks.all_attention_mask].any()])
+    assert not log_probs.mask[:, :9].any()
+    assert not tokens.full[~masks.all_attention_mask].any()
+
+
+@SIDES
+def test_records_lie_beside_the_entries_of_the_tree(generated):
+    """The result has records of the three classes and what the tree had; the tree is left alone."""
+    td, _, out = generated
+
+    assert [type(out[name]) for name in ("tokens", "masks", "log_probs")] == [Tokens, Masks, LogProbs]
     assert torch.equal(out["name"], td["name"])
     assert "masks" not in td
-    same = generate(lm, params, td, key=3, buffers=buffers, options=GenerationOptions.parse(options))
-    assert (same["tokens"] == tokens).all()
+
+
+@SIDES
+def test_a_number_and_parsed_options_are_as_a_key_and_arguments(generated):
+    """The tokens are the same."""
+    td, _, out = generated
+    lm, params, buffers = causal_lm(make("llama"))
+    same = generate(lm, params, td, key=3, buffers=buffers, options=GenerationOptions.parse(CUT))
+
+    assert (same["tokens"] == out["tokens"]).all()
 
 
 @given(
@@ -88,41 +127,48 @@ def test_the_ratio_of_a_policy_with_itself_is_one(temperature, top_k, top_p, min
     torch.testing.assert_close(raw.response[valid], out["log_probs"].response[valid], atol=1e-5, rtol=0)
 
 
-def test_scores_keep_what_the_draws_were_cut_to():
-    """Raw scores in the place of the generated ones keep the support; where it does not fit, behaviour is refused."""
+@pytest.fixture(scope="module")
+def cut():
+    """Responses of top-k by `pad_output`, and a function that scores them raw, padded, ragged, or as `score` does."""
     model = make("llama")
     lm, params, buffers = causal_lm(model)
     td, _ = padded([4, 3])
+    options = {"max_new_tokens": 3, "temperature": 1.0, "top_k": 4}
+    outs = {pad: generate(lm, params, td, key=1, buffers=buffers, pad_output=pad, **options) for pad in (True, False)}
+    outs[True] = outs[True].set("attention_mask", outs[True]["masks"].all_attention_mask)
     scorer = TransformersWrapper(model, input_mode="tokens", generate=False)
-    cases = [(True, None), (False, None), (True, True), (False, False), (True, False)]
-    for pad_output, wrapped in [*cases, (False, True)]:
-        options = {"pad_output": pad_output, "max_new_tokens": 3, "temperature": 1.0, "top_k": 4}
-        out = generate(lm, params, td, key=1, buffers=buffers, **options)
-        out = out.set("attention_mask", out["masks"].all_attention_mask) if pad_output else out
-        again = scorer.get_new_version(pad_output=bool(wrapped))
-        raw = score(lm, params, out, buffers=buffers) if wrapped is None else again(out)
-        if (pad_output, wrapped) in cases:
-            both = [score(lm, params, tree, buffers=buffers, under="behaviour")["log_probs"] for tree in (raw, out)]
-            pairs = zip(both[0].behaviour, both[1].behaviour, strict=True)
-            assert all(torch.allclose(*pair, atol=1e-5) for pair in pairs)
+
+    def scored(pad_output, wrapped):
+        out = outs[pad_output]
+        if wrapped is None:
+            return out, score(lm, params, out, buffers=buffers)
+        return out, scorer.get_new_version(pad_output=wrapped)(out)
+
+    return scored
+
+
+@pytest.mark.parametrize(
+    ("pad_output", "wrapped"), [(True, None), (False, None), (True, True), (False, False), (True, False)]
+)
+def test_scores_keep_what_the_draws_were_cut_to(cut, pad_output, wrapped):
+    """Raw scores in the place of the generated ones keep the support."""
+    lm, params, buffers = causal_lm(make("llama"))
+    out, raw = cut(pad_output, wrapped)
+    found, expected = (score(lm, params, tree, buffers=buffers, under="behaviour")["log_probs"] for tree in (raw, out))
+
+    torch.testing.assert_close(list(found.behaviour), list(expected.behaviour), atol=1e-5, rtol=1e-5)
+
+
+def test_behaviour_is_refused_where_the_support_does_not_fit(cut):
+    """Padded scores of ragged draws."""
+    lm, params, buffers = causal_lm(make("llama"))
+    _, raw = cut(False, True)
     with pytest.raises(UnsupportedError, match="top-p and min-p"):
         score(lm, params, raw, buffers=buffers, under="behaviour")
 
 
-@pytest.mark.parametrize("pad_output", [True, False])
-@pytest.mark.parametrize(
-    ("options", "refused"),
-    [
-        ({"repetition_penalty": 1.5}, True),
-        ({"repetition_penalty": 1.5, "top_k": 5}, True),
-        ({"min_new_tokens": 2}, True),
-        ({"min_new_tokens": 2, "top_k": 97}, False),
-        ({"repetition_penalty": 1.5, "temperature": 0.0}, False),
-    ],
-    ids=str,
-)
-def test_behaviour_that_cannot_be_scored_is_refused(options, refused, pad_output):
-    """Penalties and least lengths that no support describes, padded and ragged, inside transforms too."""
+def drawn_total(options, pad_output):
+    """A tree of parameters, and a function of it: the sum of a row of behaviour log-probs of draws with the options."""
     lm, params, buffers = causal_lm(make("llama"))
     td, _ = padded([4, 4])
     options = {"temperature": 1.0, "max_new_tokens": 3, "eos_token_ids": [], **options}
@@ -132,12 +178,39 @@ def test_behaviour_that_cannot_be_scored_is_refused(options, refused, pad_output
     def total(params):
         return score(lm, params, out, buffers=buffers, under="behaviour")["log_probs"].full[0].sum()
 
-    for call in (total, torch.func.grad(total)):
-        if refused:
-            with pytest.raises(UnsupportedError, match="only temperature, top-k, top-p and min-p"):
-                call(params)
-        else:
-            call(params)
+    return params, total
+
+
+WAYS = pytest.mark.parametrize("transform", [lambda total: total, torch.func.grad], ids=["plain", "grad"])
+PADDED = pytest.mark.parametrize("pad_output", [True, False], ids=["padded", "ragged"])
+
+
+@WAYS
+@PADDED
+@pytest.mark.parametrize(
+    "options",
+    [{"repetition_penalty": 1.5}, {"repetition_penalty": 1.5, "top_k": 5}, {"min_new_tokens": 2}],
+    ids=str,
+)
+def test_behaviour_that_cannot_be_scored_is_refused(options, pad_output, transform):
+    """Penalties and least lengths that no support describes, padded and ragged, inside transforms too."""
+    params, total = drawn_total(options, pad_output)
+    with pytest.raises(UnsupportedError, match="only temperature, top-k, top-p and min-p"):
+        transform(total)(params)
+
+
+@WAYS
+@PADDED
+@pytest.mark.parametrize(
+    "options",
+    [{"min_new_tokens": 2, "top_k": 97}, {"repetition_penalty": 1.5, "temperature": 0.0}],
+    ids=str,
+)
+def test_behaviour_that_can_be_scored_is(options, pad_output, transform):
+    """Where a support describes a least length, and where greedy draws have no distribution."""
+    params, total = drawn_total(options, pad_output)
+
+    transform(total)(params)
 
 
 def test_several_responses_are_a_dimension_of_the_result():
@@ -151,10 +224,10 @@ def test_several_responses_are_a_dimension_of_the_result():
     assert out["tokens"].response.shape == (2, 4, 3)
     assert out["name"].tolist() == [[0] * 4, [1] * 4]
     expected = score(lm, params, td.set("tokens", Tokens(full=td["tokens"].prompt, batch_size=[2])), buffers=buffers)
-    for n in range(4):
-        assert torch.equal(out["log_probs"].mask[:, n, :4], expected["log_probs"].mask)
-        torch.testing.assert_close(out["log_probs"].prompt[:, n], expected["log_probs"].full, atol=1e-5, rtol=0)
-        assert torch.equal(out["tokens"].full[0, n, :4], rows[0])
+    mask, prompt = (x[:, None].expand(2, 4, 4) for x in (expected["log_probs"].mask, expected["log_probs"].full))
+    assert torch.equal(out["log_probs"].mask[..., :4], mask)
+    torch.testing.assert_close(out["log_probs"].prompt, prompt, atol=1e-5, rtol=0)
+    assert out["tokens"].full[0, :, :4].tolist() == [rows[0].tolist()] * 4
 
 
 def test_ragged_prompts_give_ragged_responses():
@@ -165,11 +238,12 @@ def test_ragged_prompts_give_ragged_responses():
     options = {"key": 4, "buffers": buffers, "max_new_tokens": 4, "temperature": 1.0}
     found, expected = generate(lm, params, ragged, **options), generate(lm, params, td, **options)
 
-    for i, row in enumerate(rows):
-        valid = expected["masks"].all_attention_mask[i]
-        assert torch.equal(found[i]["tokens"].full, expected["tokens"].full[i][valid])
-        assert torch.equal(found[i]["tokens"].prompt, row)
-        assert torch.equal(found[i]["log_probs"].full, expected["log_probs"].full[i][valid])
+    masks = expected["masks"].all_attention_mask
+    full = [ids[mask].tolist() for ids, mask in zip(expected["tokens"].full, masks, strict=True)]
+    assert [row["tokens"].full.tolist() for row in found.unbind(0)] == full
+    assert [row["tokens"].prompt.tolist() for row in found.unbind(0)] == [row.tolist() for row in rows]
+    log_probs = [values[mask].tolist() for values, mask in zip(expected["log_probs"].full, masks, strict=True)]
+    assert [row["log_probs"].full.tolist() for row in found.unbind(0)] == log_probs
     other = generate(lm, params, ragged, pad_output=True, **options)
     assert torch.equal(torch.stack(list(other["tokens"].response)), expected["tokens"].response)
     other = generate(lm, params, td, pad_output=False, **options)
@@ -221,9 +295,9 @@ def test_an_empty_batch_gives_an_empty_batch():
     out = generate(lm, params, td, buffers=buffers, max_new_tokens=2)
 
     assert out.batch_size == (0,)
-    for record in (out["tokens"], out["log_probs"]):
-        assert record.prompt.shape == record.full.shape == (0, 3)
-        assert record.response.shape == (0, 0)
+    parts = {"prompt": (0, 3), "response": (0, 0), "full": (0, 3)}
+    assert {name: getattr(out["tokens"], name).shape for name in parts} == parts
+    assert {name: getattr(out["log_probs"], name).shape for name in parts} == parts
 
 
 ENDS = {"greedy": {}, "beams": {"num_beams": 2}, "an early end": {"eos_token_ids": tuple(range(1000))}}

@@ -118,12 +118,22 @@ def test_one_id_is_one(one):
     assert GenerationOptions.parse({"stop_token_ids": one}).stop_token_ids == (7,)
 
 
+# What an option may not be without.
+NEEDED = {
+    "num_return_sequences": {"num_beams": 4},
+    "top_k": {"do_sample": True},
+    "top_p": {"do_sample": True},
+    "min_p": {"do_sample": True},
+    "repetition_penalty": {"do_sample": True},
+    "length_penalty": {"num_beams": 2},
+}
+
+
 @pytest.mark.parametrize("number", [4.0, np.int64(4), torch.tensor(4)], ids=["float", "numpy", "tensor"])
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_count_is_kept_as_a_plain_int(name, number):
     """Engines and servers read it."""
-    options = {"num_beams": 4, **{name: number}} if name == "num_return_sequences" else {name: number}
-    options |= {"do_sample": True} if name == "top_k" else {}
+    options = {**NEEDED.get(name, {}), name: number}
 
     assert type(getattr(GenerationOptions.parse(options), name)) is int
 
@@ -184,6 +194,6 @@ def test_the_class_has_the_values_of_parse(options, expected):
 @pytest.mark.parametrize("name", ["top_p", "min_p", "repetition_penalty", "length_penalty"])
 def test_a_number_is_kept_as_a_plain_one(name):
     """Servers read JSON."""
-    options = {"num_beams": 2} if name == "length_penalty" else {"do_sample": True}
+    options = {**NEEDED[name], name: np.float32(0.5)}
 
-    assert type(getattr(GenerationOptions.parse(options | {name: np.float32(0.5)}), name)) is float
+    assert type(getattr(GenerationOptions.parse(options), name)) is float

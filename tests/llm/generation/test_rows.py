@@ -38,41 +38,58 @@ def hf_greedy(model, prompt, **kwargs):
     return out[0, len(prompt) :]
 
 
+@pytest.mark.parametrize("is_even", [False, True], ids=["padded", "of one length"])
 @pytest.mark.parametrize("name", quick(FAMILIES, "llama", "gpt2", "gemma2, window"))
-def test_greedy_responses_are_those_of_transformers(name):
-    """In one batch, with pads and without, tokens and log-probs are those of each row alone."""
+def test_greedy_responses_are_those_of_transformers(name, is_even):
+    """In one batch, with pads (and a penalty) and without, tokens and log-probs are those of each row alone."""
     model = make(name)
     lm, params, buffers = causal_lm(model)
-    # Rows of different lengths have pads, rows of one length have none.
-    rows, penalty = prompts([9, 3, 9, 1, 6, 5, 5], seed=1), {"repetition_penalty": 1.3}
+    rows = prompts([9, 3, 9, 1, 6, 5, 5], seed=1)
+    rows, options = (rows[5:], {}) if is_even else (rows[:5], {"repetition_penalty": 1.3})
 
-    for part, options in ((rows[:5], penalty), (rows[5:], {})):
-        found = generate_tokens(lm, params, part, parse(**options), buffers=buffers)
-        for row, response in zip(part, found, strict=True):
-            expected = hf_greedy(model, row, max_new_tokens=8, **options)
-            assert torch.equal(response.tokens, expected)
-            assert response.finish_reason == ("stop" if int(expected[-1]) in lm.eos_ids else "length")
-            scores = row_log_probs(model, torch.cat([row, expected]))[len(row) - 1 :]
-            # Gated delta nets amplify rounding.
-            assert torch.allclose(response.log_probs, scores, atol=5e-4)
-            assert response[3:6] == (None, None, None)
+    found = generate_tokens(lm, params, rows, parse(**options), buffers=buffers)
+    expected = [hf_greedy(model, row, max_new_tokens=8, **options) for row in rows]
+    assert [response.tokens.tolist() for response in found] == [ids.tolist() for ids in expected]
+    reasons = ["stop" if int(ids[-1]) in lm.eos_ids else "length" for ids in expected]
+    assert [response.finish_reason for response in found] == reasons
+    pairs = zip(rows, expected, strict=True)
+    scores = [row_log_probs(model, torch.cat([row, ids]))[len(row) - 1 :] for row, ids in pairs]
+    # Gated delta nets amplify rounding.
+    torch.testing.assert_close([response.log_probs for response in found], scores, atol=5e-4, rtol=1e-5)
+    assert [response[3:6] for response in found] == [(None, None, None)] * len(rows)
 
 
-def test_a_response_depends_on_its_key_and_its_prompt_alone():
-    """Any part of a batch, in any order, has the same tokens; a shorter response is the beginning of a longer one."""
+NUCLEUS = {"temperature": 0.9, "top_p": 0.8}
+
+
+@pytest.fixture(scope="module")
+def together():
+    """Prompts, their keys and their responses in one batch."""
     lm, params, buffers = causal_lm(make("llama"))
     rows, keys = prompts([7, 2, 5, 12]), random.split(random.key(3), 4)
-    options = parse(temperature=0.9, top_p=0.8)
-    together = generate_tokens(lm, params, rows, options, keys=keys, buffers=buffers)
+    return rows, keys, generate_tokens(lm, params, rows, parse(**NUCLEUS), keys=keys, buffers=buffers)
 
-    for part in ([0], [3, 1], [2, 2, 0]):
-        found = generate_tokens(lm, params, [rows[i] for i in part], options, keys=keys[part], buffers=buffers)
-        for i, response in zip(part, found, strict=True):
-            assert torch.equal(response.tokens, together[i].tokens)
-            torch.testing.assert_close(response.behaviour, together[i].behaviour, atol=1e-4, rtol=0)
-    short = GenerationOptions.parse({"max_new_tokens": 3, "temperature": 0.9, "top_p": 0.8})
-    for a, b in zip(generate_tokens(lm, params, rows, short, keys=keys, buffers=buffers), together, strict=True):
-        assert torch.equal(a.tokens, b.tokens[:3])
+
+@pytest.mark.parametrize("part", [[0], [3, 1], [2, 2, 0]], ids=str)
+def test_a_response_depends_on_its_key_and_its_prompt_alone(together, part):
+    """Any part of a batch, in any order, has the same tokens."""
+    lm, params, buffers = causal_lm(make("llama"))
+    rows, keys, responses = together
+    expected = [responses[i] for i in part]
+    found = generate_tokens(lm, params, [rows[i] for i in part], parse(**NUCLEUS), keys=keys[part], buffers=buffers)
+
+    assert [response.tokens.tolist() for response in found] == [response.tokens.tolist() for response in expected]
+    behaviour = [response.behaviour for response in expected]
+    torch.testing.assert_close([response.behaviour for response in found], behaviour, atol=1e-4, rtol=0)
+
+
+def test_a_shorter_response_is_the_beginning_of_a_longer_one(together):
+    """Of the same keys."""
+    lm, params, buffers = causal_lm(make("llama"))
+    rows, keys, responses = together
+    short = generate_tokens(lm, params, rows, parse(**NUCLEUS, max_new_tokens=3), keys=keys, buffers=buffers)
+
+    assert [each.tokens.tolist() for each in short] == [each.tokens[:3].tolist() for each in responses]
 
 
 def test_samples_of_a_prompt_are_those_of_repeated_prompts():
@@ -96,18 +113,37 @@ class Bare(hf.LlamaForCausalLM):
         return super().forward(input_ids, attention_mask=attention_mask, use_cache=use_cache)
 
 
-def test_families_that_read_pads_are_batched_by_length():
+def with_integers():
+    """A Llama with a parameter of integers that nothing reads."""
+    model = copying.deepcopy(make("llama"))
+    model.counts = torch.nn.Parameter(torch.arange(4).view(2, 2), requires_grad=False)
+    return model
+
+
+def bare():
+    """A Llama without a mask."""
+    model = Bare(make("llama").config).eval()
+    model.load_state_dict(make("llama").state_dict())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "way"),
+    [
+        pytest.param(lambda: make("mamba"), "mamba", (False, True), id="mamba"),
+        pytest.param(with_integers, "llama", (True, True), id="llama"),
+        pytest.param(bare, "llama", (False, False), id="bare llama"),
+    ],
+)
+def test_families_that_read_pads_are_batched_by_length(build, name, way):
     """The proof finds that Mamba reads left pads and attention does not; each row has its own tokens."""
-    llama, bare = copying.deepcopy(make("llama")), Bare(make("llama").config).eval()
-    bare.load_state_dict(llama.state_dict())
-    llama.counts = torch.nn.Parameter(torch.arange(4).view(2, 2), requires_grad=False)
-    ways = (make("mamba"), "mamba", (False, True)), (llama, "llama", (True, True)), (bare, "llama", (False, False))
+    lm, params, buffers = causal_lm(build())
     rows = prompts([9, 3, 9, 1])
-    for model, name, way in ways:
-        lm, params, buffers = causal_lm(model)
-        assert find_way(lm, params, buffers, 20) == way
-        for row, response in zip(rows, generate_tokens(lm, params, rows, parse(), buffers=buffers), strict=True):
-            assert torch.equal(response.tokens, hf_greedy(make(name), row, max_new_tokens=8))
+    assert find_way(lm, params, buffers, 20) == way
+
+    found = generate_tokens(lm, params, rows, parse(), buffers=buffers)
+    expected = [hf_greedy(make(name), row, max_new_tokens=8).tolist() for row in rows]
+    assert [response.tokens.tolist() for response in found] == expected
 
 
 MAMBA = {
@@ -157,13 +193,15 @@ def test_positions_that_depend_on_the_length_are_those_of_each_prefix():
     assert find_way(lm, params, buffers, 17) == (False, False)
 
     found = generate_tokens(lm.with_options(allow_long=True), params, rows, parse(), buffers=buffers)
-    for row, response in zip(rows, found, strict=True):
-        whole = torch.cat([row, response.tokens])
-        for i in range(len(row), len(whole)):
-            with torch.no_grad():
-                logits = copying.deepcopy(model)(whole[None, :i], use_cache=False).logits[0, -1]
-            assert int(logits.argmax()) == int(whole[i])
-            assert torch.allclose(response.log_probs[i - len(row)], logits.log_softmax(-1).max(), atol=1e-4)
+    assert [len(response.tokens) for response in found] == [8, 8]
+    wholes = [torch.cat([row, response.tokens]) for row, response in zip(rows, found, strict=True)]
+    prefixes = [whole[:i] for row, whole in zip(rows, wholes, strict=True) for i in range(len(row), len(whole))]
+    with torch.no_grad():
+        logits = [copying.deepcopy(model)(each[None], use_cache=False).logits[0, -1] for each in prefixes]
+    logits = torch.stack(logits)
+    assert torch.cat([response.tokens for response in found]).tolist() == logits.argmax(-1).tolist()
+    log_probs = torch.cat([response.log_probs for response in found])
+    torch.testing.assert_close(log_probs, logits.log_softmax(-1).amax(-1), atol=1e-4, rtol=1e-5)
 
 
 class Letters:
@@ -176,7 +214,7 @@ class Letters:
 
 
 def test_stops_end_a_response_with_the_token_that_completes_them():
-    """By ids, by texts over several tokens, and by none before the least length."""
+    """By texts over several tokens, and not by those that do not occur."""
     lm, params, buffers = causal_lm(make("gpt2"))
     rows, letters = prompts([4, 2, 7]), Letters()
     plain = generate_tokens(lm, params, rows, parse(), buffers=buffers)
@@ -187,14 +225,23 @@ def test_stops_end_a_response_with_the_token_that_completes_them():
     ]
 
     found = generate_tokens(lm, params, rows, parse(stop_sequences=["no", text]), buffers=buffers, tokenizer=letters)
-    for row, response, place in zip(ids, found, places, strict=True):
-        assert response.tokens.tolist() == (row if place is None else row[: place + 1])
-        assert response.finish_reason == ("length" if place is None else "stop")
-    stop = ids[1][3]
-    (one,) = generate_tokens(lm, params, rows[1:2], parse(stop_token_ids=stop), buffers=buffers)
-    assert one.tokens.tolist() == ids[1][: ids[1].index(stop) + 1]
-    (late,) = generate_tokens(lm, params, rows[1:2], parse(stop_token_ids=stop, min_new_tokens=6), buffers=buffers)
-    assert stop not in late.tokens[:6].tolist()
+    expected = [row if place is None else row[: place + 1] for row, place in zip(ids, places, strict=True)]
+    assert [response.tokens.tolist() for response in found] == expected
+    reasons = ["length" if place is None else "stop" for place in places]
+    assert [response.finish_reason for response in found] == reasons
+
+
+def test_stops_are_ids_too_and_wait_for_the_least_length():
+    """The response ends with the id, and has none of it before `min_new_tokens`."""
+    lm, params, buffers = causal_lm(make("gpt2"))
+    rows = prompts([4, 2, 7])[1:2]
+    (plain,) = generate_tokens(lm, params, rows, parse(), buffers=buffers)
+    ids = plain.tokens.tolist()
+
+    (one,) = generate_tokens(lm, params, rows, parse(stop_token_ids=ids[3]), buffers=buffers)
+    assert one.tokens.tolist() == ids[: ids.index(ids[3]) + 1]
+    (late,) = generate_tokens(lm, params, rows, parse(stop_token_ids=ids[3], min_new_tokens=6), buffers=buffers)
+    assert ids[3] not in late.tokens[:6].tolist()
 
 
 @pytest.mark.parametrize(
@@ -223,10 +270,8 @@ def test_no_new_tokens_are_empty_responses():
     options = GenerationOptions.parse({"max_new_tokens": 0, "temperature": 1.0, "n": 2})
     found = generate_tokens(lm, params, prompts([3]), options, keys=random.split(random.key(0), 2), buffers=buffers)
 
-    assert len(found) == 2
-    for response in found:
-        assert [len(x) for x in response[:1] + response[2:4]] == [0, 0, 0]
-        assert response.finish_reason == "length"
+    assert [[len(x) for x in response[:1] + response[2:4]] for response in found] == [[0, 0, 0]] * 2
+    assert [response.finish_reason for response in found] == ["length"] * 2
     assert generate_tokens(lm, params, [], parse(), buffers=buffers) == []
 
 
@@ -248,16 +293,17 @@ def test_the_model_is_left_alone():
     """Its configurations, mode, hooks and weights are as they were, whatever other weights are drawn with."""
     model = copying.deepcopy(make("llama")).train()
     hook = model.register_forward_hook(lambda *_: None)
-    before = (str(model.config), str(model.generation_config), copying.deepcopy(model.state_dict()))
+    before = {"config": str(model.config), "generation": str(model.generation_config)}
+    weights = copying.deepcopy(model.state_dict())
     lm, params, buffers = causal_lm(model)
     rows = prompts([4])
     other = params.apply(lambda leaf: leaf * 1.5)
     found = generate_tokens(lm, other, rows, parse(), buffers=buffers)[0].tokens
 
-    assert (str(model.config), str(model.generation_config)) == before[:2]
+    assert {"config": str(model.config), "generation": str(model.generation_config)} == before
     assert model.training is True
     assert list(model._forward_hooks) == [hook.id]
-    assert all(torch.equal(a, b) for a, b in zip(before[2].values(), model.state_dict().values(), strict=True))
+    torch.testing.assert_close(dict(model.state_dict()), dict(weights), rtol=0, atol=0)
     other.to_module(model.eval())
     assert torch.equal(found, hf_greedy(model, rows[0], max_new_tokens=8))
 
@@ -284,13 +330,19 @@ def test_wrong_calls_are_errors(options, call, kind, pattern):
         )
 
 
-def test_logits_that_are_not_numbers_are_errors():
-    """The message names the row, greedy and sampled."""
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        pytest.param({}, None, id="greedy"),
+        pytest.param({"temperature": 1.0, "top_p": 0.5}, random.key(0)[None], id="sampled"),
+    ],
+)
+def test_logits_that_are_not_numbers_are_errors(options, keys):
+    """The message names the row."""
     lm, params, buffers = causal_lm(make("llama"))
     broken = params.apply(lambda leaf: leaf * torch.nan)
-    for options, keys in ((parse(), None), (parse(temperature=1.0, top_p=0.5), random.key(0)[None])):
-        with pytest.raises(ValueError, match="the logits of row 0 are not numbers"):
-            generate_tokens(lm, broken, prompts([3]), options, keys=keys, buffers=buffers)
+    with pytest.raises(ValueError, match="the logits of row 0 are not numbers"):
+        generate_tokens(lm, broken, prompts([3]), parse(**options), keys=keys, buffers=buffers)
 
 
 @pytest.mark.parametrize(("support", "expected"), [(None, [True, False]), (torch.zeros(2, 4, 1), [True, True])])

@@ -53,9 +53,9 @@ def test_cuts_and_log_probs_are_those_of_transformers(options, seed):
     log_probs = expected.log_softmax(-1).gather(-1, choice.ids[:, None])[:, 0]
     torch.testing.assert_close(choice.behaviour, log_probs)
     torch.testing.assert_close(choice.log_probs, logits.log_softmax(-1).gather(-1, choice.ids[:, None])[:, 0])
-    for row in range(4):
-        left = [] if choice.support is None else [i for i in choice.support[row].tolist() if i >= 0]
-        assert left == ([] if kept[row].all() else kept[row].nonzero().squeeze(-1).tolist())
+    support = torch.empty(4, 0, dtype=torch.int64) if choice.support is None else choice.support
+    left = [[i for i in row if i >= 0] for row in support.tolist()]
+    assert left == [[] if row.all() else row.nonzero().squeeze(-1).tolist() for row in kept]
 
 
 @pytest.mark.parametrize(

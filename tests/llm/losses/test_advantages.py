@@ -1,6 +1,5 @@
 """Advantages against loops over groups and tokens."""
 
-import itertools
 import statistics
 
 import pytest
@@ -125,26 +124,44 @@ def test_penalized_rewards_add_up_to_the_reward_and_the_penalties():
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("value", [0.1, -1000.1, 1e8 / 3])
+@pytest.mark.parametrize("samples", [0, 1, 5, 7, 12])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_groups_without_spread_have_no_advantage(function):
+def test_groups_without_spread_have_no_advantage(function, samples, value):
     """Equal rewards, a single one, none: 0, also where their mean is rounded."""
-    for samples, value in itertools.product((0, 1, 5, 7, 12), (0.1, -1000.1, 1e8 / 3)):
-        given = torch.full((3, samples), value)
-        assert torch.equal(function(given), torch.zeros_like(given))
-    assert function(torch.zeros(0, 4)).shape == (0, 4)
+    given = torch.full((3, samples), value)
+
+    assert torch.equal(function(given), torch.zeros_like(given))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_members_and_narrow_rewards(function):
-    """Vmap is a loop; 16 bits are computed in float32; rewards may be counts."""
-    values, mask = rewards(0, lead=(3,))
-    found = torch.vmap(function)(values, mask)
+def test_no_groups_have_no_advantages(function):
+    """The result has the shape of the rewards."""
+    assert function(torch.zeros(0, 4)).shape == torch.Size([0, 4])
 
-    for i in range(3):
-        torch.testing.assert_close(found[i], function(values[i], mask[i]))
-    narrow = values.nan_to_num(0).bfloat16()
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_members_are_as_each_alone(function):
+    """Vmap is a loop."""
+    values, mask = rewards(0, lead=(3,))
+    expected = [function(each, valid) for each, valid in zip(values, mask, strict=True)]
+
+    torch.testing.assert_close(torch.vmap(function)(values, mask), torch.stack(expected))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_rewards_of_16_bits_are_computed_in_float32(function):
+    """With the same result, exactly."""
+    narrow = rewards(0, lead=(3,))[0].nan_to_num(0).bfloat16()
+
     assert torch.equal(function(narrow), function(narrow.float()))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_rewards_may_be_counts(function):
+    """They are as the same numbers in float32."""
     counts = torch.tensor([[0, 1, 1], [2, 0, 0]])
+
     assert torch.equal(function(counts), function(counts.float()))
 
 

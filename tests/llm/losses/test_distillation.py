@@ -85,29 +85,42 @@ def test_candidates_of_probability_zero_add_nothing(beta, tail):
     torch.testing.assert_close(losses[0], losses[1])
 
 
-def test_a_teacher_that_cuts_tokens():
-    """Its forward divergence is finite, with its gradient; the reverse one infinite where the student does not cut."""
-    student = torch.tensor([[[0.5, 0.25, 0.25]]]).log().requires_grad_()
-    teacher = torch.tensor([[[0.5, 0.5, 0.0]]]).log()
-    for beta in (0.0, 0.5):
-        loss = distill(student, teacher, torch.ones(1, 1), beta=beta).loss
-        assert loss.isfinite()
-        assert torch.autograd.grad(loss, student)[0].isfinite().all()
-
-    torch.testing.assert_close(distill(student, teacher, torch.ones(1, 1)).loss, torch.tensor(0.5 * math.log(2)))
-    assert distill(student, teacher, torch.ones(1, 1), beta=1.0).loss == torch.inf
+# A student, and a teacher that gives the last token no probability.
+CUTTING = torch.tensor([[[0.5, 0.25, 0.25]]]).log(), torch.tensor([[[0.5, 0.5, 0.0]]]).log()
 
 
-def test_on_policy_the_gradient_is_that_of_the_reverse_divergence():
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_a_teacher_that_cuts_tokens_has_a_finite_divergence(beta):
+    """The forward one and that of Jensen and Shannon, with their gradients."""
+    student, teacher = CUTTING[0].clone().requires_grad_(), CUTTING[1]
+    loss = distill(student, teacher, torch.ones(1, 1), beta=beta).loss
+
+    assert loss.isfinite()
+    assert torch.autograd.grad(loss, student)[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"), [({}, 0.5 * math.log(2)), ({"beta": 1.0}, math.inf)], ids=["forward", "reverse"]
+)
+def test_divergences_of_a_teacher_that_cuts_tokens(options, expected):
+    """The reverse one is infinite where the student does not cut."""
+    loss = distill(*CUTTING, torch.ones(1, 1), **options).loss
+
+    torch.testing.assert_close(loss, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("is_older", [False, True], ids=["now", "older"])
+def test_on_policy_the_gradient_is_that_of_the_reverse_divergence(is_older):
     """Weighted by the probabilities of all tokens that may be drawn, now or from an older student."""
     logits = torch.randn(VOCAB, dtype=torch.float64, requires_grad=True)
     teacher, older = torch.randn(2, VOCAB, dtype=torch.float64).log_softmax(-1)
     log_p = logits.log_softmax(-1)
     exact = torch.autograd.grad((log_p.exp() * (log_p - teacher)).sum(), logits, retain_graph=True)[0]
+    drawn_from, old = (older, older.unsqueeze(1)) if is_older else (log_p.detach(), None)
+
     streams = log_p.unsqueeze(1), teacher.unsqueeze(1), torch.ones(VOCAB, 1)
-    for drawn_from, old in ((log_p.detach(), None), (older, older.unsqueeze(1))):
-        loss = distill_on_policy(*streams, old, weights=drawn_from.exp(), normalize=1.0).loss
-        torch.testing.assert_close(torch.autograd.grad(loss, logits, retain_graph=True)[0], exact)
+    loss = distill_on_policy(*streams, old, weights=drawn_from.exp(), normalize=1.0).loss
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], exact)
 
 
 @pytest.mark.parametrize("beta", [1e-3, 0.1, 0.5, 0.999])

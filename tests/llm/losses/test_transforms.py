@@ -101,23 +101,61 @@ def test_values_under_the_mask_never_matter(name, seed):
     assert (found["grad"][counted] != 0).any()
 
 
+EMPTY = {
+    "a mask of False": lambda x, tree: (x, tree.set("mask", torch.zeros_like(tree["mask"]))),
+    "no rows": lambda x, tree: (x[:0], tree.apply(lambda leaf: leaf[:0])),
+    "no positions": lambda x, tree: (
+        x[..., :0],
+        tree.apply(lambda leaf: leaf[..., :0] if leaf.shape == x.shape else leaf),
+    ),
+}
+# The last dimension of the streams of `distill` is the vocabulary.
+EMPTIED = [(name, kind) for name in EACH for kind in EMPTY if (name, kind) != ("distill", "no positions")]
+
+
+# The last dimension of the streams of `distill` is the vocabulary.
+POSITIONED = quick([name for name in ALL if name != "distill"], "core", "corrected", "gspo", "kto", "orpo")
+
+
+def check_zero(found):
+    """Assert that a loss is 0 with gradients of 0, and its metrics numbers."""
+    assert found["loss"] == 0
+    assert (found["grad"] == 0).all()
+    assert {name: number for name, number in tdf.scalars(found["metrics"]).items() if number != number} == {}
+
+
 @pytest.mark.parametrize("name", EACH)
 def test_without_tokens_a_loss_is_zero(name):
-    """A mask of False, a batch without rows, and rows without positions: 0 with gradients of 0, and finite metrics."""
+    """A mask of False: 0 with gradients of 0, and finite metrics."""
     log_probs, tree = streams(name, 0)
-    cases = [
-        (log_probs, tree.set("mask", torch.zeros_like(tree["mask"]))),
-        (log_probs[:0], tree.apply(lambda x: x[:0])),
-    ]
-    if name != "distill":
-        none = tree.apply(lambda x: x[..., :0] if x.shape == log_probs.shape else x)
-        cases.append((log_probs[..., :0], none))
-    for x, others in cases:
-        found = gradient(ALL[name], x, others)
+    check_zero(gradient(ALL[name], log_probs, tree.set("mask", torch.zeros_like(tree["mask"]))))
 
-        assert found["loss"] == 0
-        assert (found["grad"] == 0).all()
-        assert all(number == number for number in tdf.scalars(found["metrics"]).values())
+
+@pytest.mark.parametrize("name", EACH)
+def test_without_rows_a_loss_is_zero(name):
+    """An empty batch."""
+    log_probs, tree = streams(name, 0)
+    check_zero(gradient(ALL[name], log_probs[:0], tree.apply(lambda x: x[:0])))
+
+
+@pytest.mark.parametrize("name", POSITIONED)
+def test_without_positions_a_loss_is_zero(name):
+    """Rows of no length."""
+    log_probs, tree = streams(name, 0)
+    none = tree.apply(lambda x: x[..., :0] if x.shape == log_probs.shape else x)
+    check_zero(gradient(ALL[name], log_probs[..., :0], none))
+
+
+def test_the_check_of_zero_can_fail():
+    """By the loss, the gradient or a metric that is not a number."""
+    right = {"loss": torch.zeros(()), "grad": torch.zeros(2), "metrics": tdf.TensorDict({"a": torch.zeros(())})}
+    check_zero(right)
+    with pytest.raises(AssertionError):
+        check_zero({**right, "loss": torch.ones(())})
+    with pytest.raises(AssertionError):
+        check_zero({**right, "grad": torch.ones(2)})
+    with pytest.raises(AssertionError):
+        check_zero({**right, "metrics": tdf.TensorDict({"a": torch.tensor(torch.nan)})})
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -143,9 +181,8 @@ def test_coefficients_may_differ_between_members():
 
     values = [torch.tensor(x, dtype=torch.float64) for x in ([0.1, 0.3], [0.0, 2.0], [5.0, 50.0])]
     found = torch.vmap(member)(log_probs, tree, *values)
-    for i in range(2):
-        alone = member(log_probs[i], tree.apply(lambda x, i=i: x[i]), *[x[i].item() for x in values])
-        torch.testing.assert_close(found[i], alone)
+    alone = [member(log_probs[i], tree.apply(lambda x, i=i: x[i]), *[x[i].item() for x in values]) for i in range(2)]
+    torch.testing.assert_close(found, torch.stack(alone))
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -25,7 +25,7 @@ from tdfunc.llm import (
 from tdfunc.llm.rows.packing import bins, equal_lengths
 from tdfunc.llm.scoring.ids import logits_of_ids
 from tdfunc.llm.scoring.model import PACKING
-from tests.helpers import examples
+from tests.helpers import assert_trees_equal, examples
 from tests.llm.models import FAMILIES, VOCAB, make, row_log_probs
 
 pytestmark = [
@@ -90,25 +90,36 @@ def test_all_families_equal_each_row_alone(name):
     check_family(name, int(torch.seed() % 2**31))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_table_of_packing_is_what_packing_does(name):
-    """A family is in the table with the way that keeps its rows apart; the others' rows meet in every way."""
-    model = make(name)
-    lm, params, buffers = causal_lm(model)
+def error_of(name, way):
+    """The largest error of packed rows of a family, packed in a way."""
+    lm, params, buffers = causal_lm(make(name))
     ids, mask = rows([9, 5, 4, 4, 3], 9, seed=1)
     exact = score_ids(lm, params, ids, mask, buffers=buffers).log_probs
+    other = dataclasses.replace(lm, packing=way, packed=True)
+    return float((score_ids(other, params, ids, mask, buffers=buffers).log_probs - exact).abs().max())
 
-    def error(way):
-        other = dataclasses.replace(lm, packing=way, packed=True)
-        return float((score_ids(other, params, ids, mask, buffers=buffers).log_probs - exact).abs().max())
 
-    if lm.packing is not None:
-        assert error(lm.packing) < 2e-5
-    elif name not in (*UNLISTED, "falcon, alibi", "bloom"):
-        assert error("positions") > 0.1
-    assert (lm.packing is None) == (name in (*UNPACKED, *UNLISTED))
-    assert (lm.packing == "mask") == (name in MASKED)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in (*UNPACKED, *UNLISTED)])
+def test_the_table_of_packing_is_what_packing_does(name):
+    """A family is in the table with the way that keeps its rows apart."""
+    assert error_of(name, causal_lm(make(name))[0].packing) < 2e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in UNPACKED if name not in ("falcon, alibi", "bloom")])
+def test_rows_of_other_families_meet(name):
+    """With positions that begin anew."""
+    assert error_of(name, "positions") > 0.1
+
+
+@pytest.mark.slow
+def test_ways_of_packing():
+    """Families that are not in the table have none, and two have a mask."""
+    ways = {name: causal_lm(make(name))[0].packing for name in FAMILIES}
+
+    assert {name for name, way in ways.items() if way is None} == {*UNPACKED, *UNLISTED}
+    assert {name for name, way in ways.items() if way == "mask"} == {*MASKED}
 
 
 @examples(0.2)
@@ -218,10 +229,10 @@ def test_compiled():
         return [score_ids(lm, p, i, m, buffers=b, temperature=heat)[0] for heat in (1.0, 2.0, m.sum(1) / 2)]
 
     run = torch.compile(score_all, fullgraph=True, backend=backend)
-    for shape in ((3, 9), (4, 11), (5, 12), (6, 14)):
-        ids, mask = rows([3] * shape[0], shape[1], seed=5)
-        torch.testing.assert_close(run(params, buffers, ids, mask), score_all(params, buffers, ids, mask))
+    batches = [rows([3] * count, width, seed=5) for count, width in ((3, 9), (4, 11), (5, 12), (6, 14))]
+    found = [run(params, buffers, ids, mask) for ids, mask in batches]
 
+    torch.testing.assert_close(found, [score_all(params, buffers, ids, mask) for ids, mask in batches])
     assert len(graphs) <= 2
 
 
@@ -243,12 +254,12 @@ def test_gradients_of_members_under_jit(name, options):
         return torch.func.grad(lambda p: score_ids(lm, p, ids, mask, buffers=buffers).log_probs.sum())(params)
 
     step = tdf.jit(torch.vmap(slopes, in_dims=(0, None, None, None)))
-    for seed, lengths in enumerate(([7, 5], [3, 6])):
-        ids, mask = rows(lengths, 8, seed)
-        found = step(members, buffers, ids, mask)
-        expected = torch.stack([slopes(member, buffers, ids, mask) for member in members.unbind(0)])
-        tdf.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert max([float(leaf.abs().max()) for leaf in found.leaves() if leaf.numel()]) > 0.1
+    batches = [rows([7, 5], 8, 0), rows([3, 6], 8, 1)]
+    found = [step(members, buffers, *batch) for batch in batches]
+    expected = [torch.stack([slopes(member, buffers, *batch) for member in members.unbind(0)]) for batch in batches]
+
+    assert_trees_equal(found, expected, rtol=1e-5, atol=1e-5)
+    assert max([float(leaf.abs().max()) for leaf in found[1].leaves() if leaf.numel()]) > 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -302,61 +313,86 @@ def parts(ids, at):
     return {"full": ids, "prompt": ids[..., :at], "response": ids[..., at:]}
 
 
-def test_score_keeps_the_layout_of_the_tree():
-    """Any batch size, with the mask at either place, and ragged stacks with rows of their own lengths."""
+@pytest.mark.parametrize("key", ["attention_mask", "masks"])
+def test_score_keeps_the_layout_of_the_tree(key):
+    """Any batch size, with the mask at either place; the tree is left alone."""
+    lm, params, buffers = causal_lm(make("llama"))
+    ids, mask = rows([6, 4, 2, 6], 6, seed=7)
+    whole = mask.view(2, 2, 6)
+    value = {"attention_mask": whole, "masks": Masks(all_attention_mask=whole, batch_size=[2, 2])}[key]
+    td = TensorDict({"tokens": Tokens(**parts(ids.view(2, 2, 6), 4), batch_size=[2, 2]), key: value}, [2, 2])
+    expected = score_ids(lm, params, ids, mask, buffers=buffers).log_probs.view(2, 2, 6)
+
+    found = score(lm, params, td, buffers=buffers)["log_probs"]
+    assert "log_probs" not in td
+    assert torch.equal(found.full, expected)
+    assert torch.equal(found.response, expected[..., 4:])
+    assert found.padded is True
+
+
+def test_ragged_rows_are_scored_as_each_alone():
+    """Stacks with rows of their own lengths have log-probs of these."""
     model = make("llama")
     lm, params, buffers = causal_lm(model)
     ids, mask = rows([6, 4, 2, 6], 6, seed=7)
-    flat = score_ids(lm, params, ids, mask, buffers=buffers)
-    tree = TensorDict({"tokens": Tokens(**parts(ids.view(2, 2, 6), 4), batch_size=[2, 2])}, [2, 2])
+    valid = [row[known] for row, known in zip(ids, mask, strict=True)]
+    ragged = tdf.lazy_stack([Tokens(**parts(row, 1)) for row in valid])
 
-    whole = mask.view(2, 2, 6)
-    masks = Masks(all_attention_mask=whole, batch_size=[2, 2])
-    for key, value in (("attention_mask", whole), ("masks", masks)):
-        given_tree = tree.set(key, value)
-        found = score(lm, params, given_tree, buffers=buffers)["log_probs"]
-        assert "log_probs" not in given_tree
-        assert torch.equal(found.full, flat.log_probs.view(2, 2, 6))
-        assert torch.equal(found.response, flat.log_probs.view(2, 2, 6)[..., 4:])
-        assert found.padded is True
-    ragged = tdf.lazy_stack([Tokens(**parts(row[valid], 1)) for row, valid in zip(ids, mask, strict=True)])
     found = score(lm, params, TensorDict({"tokens": ragged}, [4]), buffers=buffers)["log_probs"]
     assert isinstance(found, LogProbs)
-    for row, lp in enumerate(found.full):
-        torch.testing.assert_close(lp[1:], row_log_probs(model, ids[row][mask[row]]), rtol=0, atol=1e-5)
-        assert torch.equal(found.response[row], lp[1:])
+    behind = [row[1:] for row in found.full]
+    torch.testing.assert_close(behind, [row_log_probs(model, row) for row in valid], rtol=0, atol=1e-5)
+    assert [row.tolist() for row in found.response] == [row.tolist() for row in behind]
+
+
+def test_temperatures_have_the_layout_of_the_tree():
+    """One for each row."""
+    lm, params, buffers = causal_lm(make("llama"))
+    ids, _ = rows([6, 4, 2, 6], 6, seed=7)
+    td = TensorDict({"tokens": Tokens(**parts(ids.view(2, 2, 6), 4), batch_size=[2, 2])}, [2, 2])
     heat = torch.tensor([[0.5, 1.0], [2.0, 3.0]])
-    found = score(lm, params, tree, buffers=buffers, temperature=heat)["log_probs"]
+
+    found = score(lm, params, td, buffers=buffers, temperature=heat)["log_probs"]
     flat = score_ids(lm, params, ids, buffers=buffers, temperature=heat.view(4))
     assert torch.equal(found.full.flatten(0, 1), flat.log_probs)
-    plain = TensorDict({"tokens": ids}, [4])
-    assert score(lm, params, plain, buffers=buffers)["log_probs"].mask.sum() == 4 * 5
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_ragged_rows_have_their_masks_and_places(dim):
+def test_tokens_may_be_a_tensor():
+    """Each but the first has a log-prob."""
+    lm, params, buffers = causal_lm(make("llama"))
+    ids, _ = rows([6, 4, 2, 6], 6, seed=7)
+
+    assert score(lm, params, TensorDict({"tokens": ids}, [4]), buffers=buffers)["log_probs"].mask.sum() == 4 * 5
+
+
+def scores_alone(model, row):
+    """The log-probs of a row that may be too short to have any."""
+    return row_log_probs(model, row) if len(row) > 1 else torch.zeros(0)
+
+
+@pytest.mark.parametrize(
+    ("dim", "places"), [(0, [(0, 0), (0, 1), (1, 0), (1, 1)]), (1, [(0, 0), (1, 0), (0, 1), (1, 1)])]
+)
+def test_ragged_rows_have_their_masks_and_places(dim, places):
     """Pads in ragged rows are pads, and stacks of stacks along any dimension keep the place of each row."""
     model = make("llama")
     lm, params, buffers = causal_lm(model)
     ids, mask = rows([5, 3, 4, 1], 7, seed=13)
     ends = [7, 6, 7, 5]
-    trees = [
-        TensorDict({"tokens": Tokens(full=i[:n]), "attention_mask": m[:n]})
-        for i, m, n in zip(ids, mask, ends, strict=True)
-    ]
+    ragged = [(i[:n], m[:n]) for i, m, n in zip(ids, mask, ends, strict=True)]
+    trees = [TensorDict({"tokens": Tokens(full=i), "attention_mask": m}) for i, m in ragged]
     td = tdf.lazy_stack([tdf.lazy_stack(trees[:2]), tdf.lazy_stack(trees[2:])], dim)
+    alone = [i[m] for i, m in ragged]
 
     found = score(lm, params, td, buffers=buffers)["log_probs"]
     dist = distribution(lm, params, td, buffers=buffers)
-    assert found.batch_size == dist.mask.shape[:2] == (2, 2)
-    for row in range(4):
-        at = divmod(row, 2) if dim == 0 else divmod(row, 2)[::-1]
-        alone = ids[row, : ends[row]][mask[row, : ends[row]]]
-        of_row = found[at]
-        assert torch.equal(of_row.mask, dist.mask[at][: ends[row]])
-        assert of_row.mask.sum() == max(len(alone) - 1, 0)
-        if len(alone) > 1:
-            torch.testing.assert_close(of_row.full[of_row.mask], row_log_probs(model, alone), rtol=0, atol=1e-5)
+    assert found.batch_size == dist.mask.shape[:2] == torch.Size([2, 2])
+    of_rows = [found[at] for at in places]
+    known = [dist.mask[at][:end].tolist() for at, end in zip(places, ends, strict=True)]
+    assert [row.mask.tolist() for row in of_rows] == known
+    assert [int(row.mask.sum()) for row in of_rows] == [max(len(row) - 1, 0) for row in alone]
+    expected = [scores_alone(model, row) for row in alone]
+    torch.testing.assert_close([row.full[row.mask] for row in of_rows], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 0, 3), (0,)])
@@ -416,24 +452,42 @@ def test_behaviour_is_the_distribution_that_was_drawn_from():
     ]
     some = score(lm, params, tdf.lazy_stack(ragged), **options)["log_probs"].behaviour
     raw = score(lm, params, td, temperature=0.7, buffers=buffers)["log_probs"].response
-    for one, other in zip(some, (found.behaviour[0], raw[1, mask[1, 3:]], found.behaviour[2]), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    parts_of = [found.behaviour[0], raw[1, mask[1, 3:]], found.behaviour[2]]
+    torch.testing.assert_close(list(some), parts_of, rtol=1e-5, atol=1e-5)
 
 
 def test_ways_of_scoring_are_explained():
-    """Packed rows take a family that keeps them apart, and tokens with values; rows of one length only a mask."""
-    lm, params, buffers = causal_lm(make("gpt2"))
+    """Packed rows take a family that keeps them apart; others have their reason."""
+    lm, *_ = causal_lm(make("gpt2"))
     packed = lm.with_options(packed=True)
-    apart = dataclasses.replace(packed, packing=None)
-    ids, mask = rows([6, 4], 6, seed=1)
 
     assert "positions that begin anew" in explain_scoring(packed)
-    assert "rows of one length at a time, because packed" in explain_scoring(apart)
+    assert "rows of one length at a time, because packed" in explain_scoring(dataclasses.replace(packed, packing=None))
     assert "depend on the longest row" in explain_scoring(dataclasses.replace(lm, by_length=True))
-    for known in (None, mask):
-        with pytest.raises(UnsupportedError, match="cannot be packed"):
-            torch.vmap(lambda ids, known=known: score_ids(packed, params, ids, known).log_probs)(ids[None])
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_packed_rows_need_tokens_with_values(has_mask):
+    """Under vmap they have none."""
+    lm, params, _ = causal_lm(make("gpt2"))
+    packed = lm.with_options(packed=True)
+    ids, mask = rows([6, 4], 6, seed=1)
+    known = mask if has_mask else None
+    with pytest.raises(UnsupportedError, match="cannot be packed"):
+        torch.vmap(lambda ids: score_ids(packed, params, ids, known).log_probs)(ids[None])
+
+
+def test_rows_of_one_length_need_a_mask_with_values_only():
+    """Tokens under vmap are scored."""
+    lm, params, buffers = causal_lm(make("gpt2"))
+    apart = dataclasses.replace(lm.with_options(packed=True), packing=None)
+    ids, mask = rows([6, 4], 6, seed=1)
+
     found = torch.vmap(lambda ids: score_ids(apart, params, ids, mask, buffers=buffers).log_probs)(ids[None])
     torch.testing.assert_close(found[0], score_ids(lm, params, ids, mask, buffers=buffers).log_probs)
+
+
+def test_other_modules_are_refused():
+    """A layer is no language model."""
     with pytest.raises(TypeError, match="is not a causal language model"):
         causal_lm(torch.nn.Linear(2, 2))

@@ -129,23 +129,52 @@ def test_every_content_is_marked(name):
     assert [text for text in found if text not in roles] == ["SYSTEM", "USER", "ASSISTANT"]
 
 
-@pytest.mark.parametrize("name", ALL)
-@given(text=st.one_of(st.text(max_size=30), FORGED, calls(ids=False).map(json.dumps)))
-def test_no_reply_is_thrown_away(name, text):
-    """A reply parses, or stays as it is with a reason."""
+REPLIES = st.one_of(st.text(max_size=30), FORGED, calls(ids=False).map(json.dumps))
+
+
+def replies_with(text):
+    """A text, also behind the beginnings of calls and thoughts."""
     pieces = ["<tool_call>", "</tool_call>", "<think>", "[TOOL_CALLS]", '{"name": "f", "parameters": ', text]
-    for reply in (text, *[piece + text for piece in pieces], "".join(pieces)):
-        message = ALL[name].parse_reply(reply)
-        assert message["role"] == "assistant"
-        if "parse_error" in message:
-            assert message["content"] == reply
-            assert message["parse_error"]
-            continue
-        kept = as_compared(message)
-        texts = [kept.get("content", ""), kept.get("reasoning_content", "")]
-        assert all(part.strip("\n") in reply for part in texts)
-        if "tool_calls" not in kept:
-            assert sum(map(len, texts)) >= len(reply) - len("<think></think>") - reply.count("\n")
+    return [text, *[piece + text for piece in pieces], "".join(pieces)]
+
+
+def texts_in(message):
+    """The content and the thinking of a message."""
+    kept = as_compared(message)
+    return [kept.get("content", ""), kept.get("reasoning_content", "")]
+
+
+def is_shortened(reply, message):
+    """Whether a message without calls lacks more of its reply than marks and line breaks."""
+    if "tool_calls" in as_compared(message):
+        return False
+    return sum(map(len, texts_in(message))) < len(reply) - len("<think></think>") - reply.count("\n")
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(text=REPLIES)
+def test_no_reply_is_thrown_away(name, text):
+    """A reply that parses is in the message, but for marks, calls and line breaks."""
+    parsed = [(reply, ALL[name].parse_reply(reply)) for reply in replies_with(text)]
+    parsed = [(reply, message) for reply, message in parsed if "parse_error" not in message]
+
+    strange = [
+        (reply, part) for reply, message in parsed for part in texts_in(message) if part.strip("\n") not in reply
+    ]
+    assert strange == []
+    assert [(reply, message) for reply, message in parsed if is_shortened(reply, message)] == []
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(text=REPLIES)
+def test_a_reply_that_does_not_parse_stays_as_it_is(name, text):
+    """With a reason, as a message of the assistant."""
+    messages = {reply: ALL[name].parse_reply(reply) for reply in replies_with(text)}
+    kept = {reply: message for reply, message in messages.items() if "parse_error" in message}
+
+    assert {message["role"] for message in messages.values()} == {"assistant"}
+    assert [message["content"] for message in kept.values()] == list(kept)
+    assert [reply for reply, message in kept.items() if not message["parse_error"]] == []
 
 
 # A reply of a model that repeats one token.
@@ -208,21 +237,34 @@ def test_reasons_of_raw_replies(template, reply, reason):
     assert reason in message["parse_error"]
 
 
+CALLED = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+PARTS = '<think>\nhm\n</think>\n\nwait\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+PARTED = {"role": "assistant", "content": "wait", "reasoning_content": "hm", "tool_calls": [CALLED]}
+
+
 def test_parts_of_a_reply():
-    """Thinking, text and calls are apart; thinking may have begun in the prompt."""
-    reply = '<think>\nhm\n</think>\n\nwait\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    """Thinking, text and calls are apart."""
+    assert qwen.parse_reply(PARTS) == PARTED
 
-    message = qwen.parse_reply(reply)
 
-    assert message == {"role": "assistant", "content": "wait", "reasoning_content": "hm", "tool_calls": [call]}
-    for template in (qwen, JinjaTemplate(make_tokenizer())):
-        assert template.parse_reply(reply.removeprefix("<think>\n")) == message
-    history = History.from_chats([{"role": "user", "content": "?"}, message])
-    assert qwen.render(history).endswith(f"assistant\n{reply}<|im_end|>\n")
-    inside = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nwait", "tool_calls": [call]}
+@pytest.mark.parametrize("template", [qwen, JinjaTemplate(make_tokenizer())], ids=["qwen", "jinja"])
+def test_thinking_may_have_begun_in_the_prompt(template):
+    """The reply then lacks its first mark."""
+    assert template.parse_reply(PARTS.removeprefix("<think>\n")) == PARTED
+
+
+def test_parts_of_a_reply_are_rendered_as_it_was():
+    """Also where the thinking is inside of the content; that of an earlier turn is left out."""
+    history = History.from_chats([{"role": "user", "content": "?"}, PARTED])
+    inside = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nwait", "tool_calls": [CALLED]}
+
+    assert qwen.render(history).endswith(f"assistant\n{PARTS}<|im_end|>\n")
     assert qwen.render(history[:1].append(inside)) == qwen.render(history)
     assert "hm" not in qwen.render(history[1:])
+
+
+def test_a_message_of_a_tool_and_an_empty_one_are_parsed():
+    """Llama writes tools in a role of its own, Mistral a message without a mark."""
     assert llama.parse("<|start_header_id|>ipython<|end_header_id|>\n\n[1]<|eot_id|>").content == ["[1]"]
     assert mistral.parse("</s>").tolist() == [{"role": "assistant", "content": ""}]
 
@@ -259,13 +301,16 @@ def test_other_messages_may_be_left_open(template, message):
     assert template.render(History.from_chats([message]), continue_final_message=True).endswith(message["content"])
 
 
+SPANNED = st.one_of(messages(), messages(tools=False, thinking=False, system=False))
+WITH_CALL = [EASY[0], {**EASY[1], "tool_calls": [make_call("now", {"zone": "ü"})]}]
+
+
 @pytest.mark.parametrize("name", ALL)
-@given(st.one_of(messages(), messages(tools=False, thinking=False, system=False)))
-@example([EASY[0], {**EASY[1], "tool_calls": [make_call("now", {"zone": "ü"})]}])
-def test_reply_spans_are_what_follows_the_prompt(name, chat):
-    """A reply is the text behind the render of the messages before it, up to its end of turn."""
-    template = ALL[name]
-    conversation = conversation_in(History.from_chats(chat))
+@given(SPANNED)
+@example(WITH_CALL)
+def test_replies_end_with_their_end_of_turn(name, chat):
+    """Each message of the assistant has a span."""
+    template, conversation = ALL[name], conversation_in(History.from_chats(chat))
     try:
         marked = template.marked(conversation)
     except UnsupportedError:
@@ -273,12 +318,24 @@ def test_reply_spans_are_what_follows_the_prompt(name, chat):
 
     places = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
     assert [span.message for span in marked.replies] == places
-    for span in marked.replies:
-        reply = marked.text[span.start : span.stop]
-        assert reply.endswith(template.end)
-        if name != "qwen":
-            before = conversation._replace(messages=conversation.messages[: span.message])
-            assert marked.text[: span.start] == template.texts([before], generation_prompt=True)[0]
+    replies = [marked.text[span.start : span.stop] for span in marked.replies]
+    assert [reply for reply in replies if not reply.endswith(template.end)] == []
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "qwen"])
+@given(SPANNED)
+@example(WITH_CALL)
+def test_reply_spans_are_what_follows_the_prompt(name, chat):
+    """A reply begins behind the render of the messages before it; Qwen renders these otherwise."""
+    template, conversation = ALL[name], conversation_in(History.from_chats(chat))
+    try:
+        marked = template.marked(conversation)
+    except UnsupportedError:
+        return
+
+    before = [conversation._replace(messages=conversation.messages[: span.message]) for span in marked.replies]
+    expected = [template.texts([each], generation_prompt=True)[0] for each in before]
+    assert [marked.text[: span.start] for span in marked.replies] == expected
 
 
 def test_templates_are_values():

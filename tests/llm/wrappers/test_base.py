@@ -29,44 +29,82 @@ def padded_tokens(draw, least=1):
     return ids, mask
 
 
-@settings(max_examples=10, deadline=None)
-@given(data=padded_tokens(), samples=st.sampled_from([None, 1, 2]), scored=st.booleans())
-def test_padded_outputs_hold_each_row(data, samples, scored):
-    """Prompts end and responses begin at one position; masks, log-probs, behaviour and support lie as the tokens."""
-    ids, mask = data
+def padded_output(ids, mask, samples, scored):
+    """A tree of prompts, and what the backend whose numbers are known gives for it, padded."""
     lead = ids.shape[:-1]
-    kwargs = {"temperature": 1.0}
     tokens = Tokens(prompt=ids, batch_size=lead)
     td = TensorDict({"tokens": tokens, "attention_mask": mask, "x": torch.ones(lead)}, lead)
     options = {"pad_output": True, "num_samples": samples} | ({"prompt_log_probs": True} if scored else {})
-    out = FakeWrapper(input_mode="tokens", generate_kwargs=kwargs, **options)(td, key=0)
+    return td, FakeWrapper(input_mode="tokens", generate_kwargs={"temperature": 1.0}, **options)(td, key=0)
 
-    size = torch.Size([*lead, *([] if samples is None else [samples])])
-    tokens, masks, lp = out["tokens"], out["masks"], out["log_probs"]
-    assert out.batch_size == tokens.batch_size == masks.batch_size == lp.batch_size == size
+
+def size_of(ids, samples):
+    """The batch size of the output."""
+    return torch.Size([*ids.shape[:-1], *([] if samples is None else [samples])])
+
+
+SAMPLES = st.sampled_from([None, 1, 2])
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=padded_tokens(), samples=SAMPLES, scored=st.booleans())
+def test_padded_outputs_have_the_size_of_the_batch_and_of_samples(data, samples, scored):
+    """All records, and the entries that the tree had; the tree itself is left alone."""
+    ids, mask = data
+    td, out = padded_output(ids, mask, samples, scored)
+    size = size_of(ids, samples)
+
+    sizes = {"tree": out.batch_size} | {name: out[name].batch_size for name in ("tokens", "masks", "log_probs")}
+    assert sizes == dict.fromkeys(["tree", "tokens", "masks", "log_probs"], size)
     assert out["x"].shape == size
     assert td.keys() == {"tokens", "attention_mask", "x"}
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=padded_tokens(), samples=SAMPLES, scored=st.booleans())
+def test_padded_outputs_hold_each_row(data, samples, scored):
+    """Prompts end and responses begin at one position; the masks lie as the tokens."""
+    ids, mask = data
+    _, out = padded_output(ids, mask, samples, scored)
+    tokens, lead, width = out["tokens"], len(size_of(ids, samples)), ids.shape[-1]
+    prompts = [row for row in rows_of(ids, mask) for _ in range(samples or 1)]
+    answers = [prompt[-1] + 1 + torch.arange(1 + k % 3) for k, prompt in enumerate(prompts)]
+    full, whole, known = (
+        x.reshape(-1, *x.shape[lead:]) for x in (tokens.full, out["masks"].all_attention_mask, out["log_probs"].mask)
+    )
+
     assert torch.equal(tokens.full, torch.cat([tokens.prompt, tokens.response], -1))
-    width = ids.shape[-1]
     assert tokens.prompt.shape[-1] == width
-    expected = [row for row in rows_of(ids, mask) for _ in range(samples or 1)]
-    flat = [x.reshape(-1, *x.shape[len(size) :]) for x in (tokens.full, masks.all_attention_mask, lp.full, lp.mask)]
-    for k, (prompt, full, valid, values, known) in enumerate(zip(expected, *flat, strict=True)):
-        answer = prompt[-1] + 1 + torch.arange(1 + k % 3)
-        assert full[valid].tolist() == [*prompt.tolist(), *answer.tolist()]
-        assert valid[width - 1 : width + 1].all()
-        assert not valid[: width - len(prompt)].any()
-        start = width - len(prompt) + 1 if scored else width
-        assert known.nonzero().flatten().tolist() == list(range(start, width + len(answer)))
-        assert values[known].tolist() == [-float(token) for token in full[known]]
-        assert (values[~known] == 0).all()
-        each = {name: lp.get(name).reshape(len(expected), -1) for name in ("behaviour", "response")}
-        assert tokens.is_complete.flatten()[k].tolist() is (k % 2 == 0)
-        assert each["behaviour"][k].tolist() == [2 * value for value in each["response"][k].tolist()]
-        support = [[token, token + 1] if k else [-1, -1] for token in answer.tolist()]
-        assert len(expected) == 1 or lp.support.reshape(len(expected), -1, 2)[k, : len(answer)].tolist() == support
-    versions = lp.version if size else [lp.version]
-    assert torch.tensor(versions).flatten().tolist() == list(range(len(expected)))
+    pairs = list(zip(prompts, answers, strict=True))
+    expected = [[*prompt.tolist(), *answer.tolist()] for prompt, answer in pairs]
+    assert [row[valid].tolist() for row, valid in zip(full, whole, strict=True)] == expected
+    places = [list(range(width - len(prompt), width + len(answer))) for prompt, answer in pairs]
+    assert [valid.nonzero().flatten().tolist() for valid in whole] == places
+    # The first token of a prompt has no log-prob.
+    places = [range(width - len(prompt) + 1 if scored else width, width + len(answer)) for prompt, answer in pairs]
+    assert [valid.nonzero().flatten().tolist() for valid in known] == [list(place) for place in places]
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=padded_tokens(), samples=SAMPLES, scored=st.booleans())
+def test_padded_outputs_hold_the_numbers_of_each_row(data, samples, scored):
+    """Log-probs, behaviour, support, ends and versions lie as the tokens."""
+    ids, mask = data
+    _, out = padded_output(ids, mask, samples, scored)
+    tokens, log_probs, size = out["tokens"], out["log_probs"], size_of(ids, samples)
+    prompts = [row for row in rows_of(ids, mask) for _ in range(samples or 1)]
+    answers = [(prompt[-1] + 1 + torch.arange(1 + k % 3)).tolist() for k, prompt in enumerate(prompts)]
+    count = len(prompts)
+
+    assert torch.equal(log_probs.full, torch.where(log_probs.mask, -tokens.full.float(), 0.0))
+    assert torch.equal(log_probs.behaviour, 2 * log_probs.response)
+    assert tokens.is_complete.flatten().tolist() == [k % 2 == 0 for k in range(count)]
+    versions = log_probs.version if size else [log_probs.version]
+    assert torch.tensor(versions).flatten().tolist() == list(range(count))
+    # One row alone was not cut.
+    support = [[[-1, -1]] * len(answers[0]), *[[[token, token + 1] for token in each] for each in answers[1:]]]
+    found = [] if count == 1 else log_probs.support.reshape(count, -1, 2)
+    assert [row[: len(each)].tolist() for row, each in zip(found, answers, strict=False)] == support[: len(found)]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

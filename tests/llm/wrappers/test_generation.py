@@ -1,5 +1,6 @@
 """Responses in all input modes: texts, messages and ids of one response agree; keys, samples, batching."""
 
+import functools
 import threading
 import time
 
@@ -79,32 +80,58 @@ def speak(replies, reasons, **options):
     return made
 
 
-@pytest.mark.parametrize("samples", [None, 3])
-def test_all_modes_draw_one_response(samples):
-    """History, text and tokens give the same ids and numbers for one key, padded and ragged; inputs stay."""
-    outs = {}
-    for mode in ("history", "text", "tokens"):
-        td = inputs_of(mode)
-        call = wrapper_for(mode, num_samples=samples)
-        outs[mode] = assert_pure(lambda td, call=call: call(td, key=7), td)
-        assert set(td.keys()) < set(outs[mode].keys())
-    size = torch.Size([2] if samples is None else [2, samples])
-    first = outs["history"]
+@functools.cache
+def drawn(samples, mode):
+    """The padded result of a mode for one key."""
+    return wrapper_for(mode, num_samples=samples)(inputs_of(mode), key=7)
 
-    for out in outs.values():
-        assert out.batch_size == size
-        for key in ("tokens", "log_probs"):
-            tdf.assert_close(out[key], first[key])
-        assert torch.equal(out["masks"].all_attention_mask, first["masks"].all_attention_mask)
+
+SAMPLES = pytest.mark.parametrize("samples", [None, 3])
+MODES = pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+
+
+@SAMPLES
+@MODES
+def test_all_modes_draw_one_response(mode, samples):
+    """History, text and tokens give the same ids and numbers for one key."""
+    first, out = drawn(samples, "history"), drawn(samples, mode)
+
+    assert out.batch_size == torch.Size([2, *([] if samples is None else [samples])])
+    tdf.assert_close(out["tokens"], first["tokens"])
+    tdf.assert_close(out["log_probs"], first["log_probs"])
+    assert torch.equal(out["masks"].all_attention_mask, first["masks"].all_attention_mask)
+
+
+@SAMPLES
+@MODES
+def test_inputs_stay(mode, samples):
+    """The tree is left alone, and the result has more."""
+    td, call = inputs_of(mode), wrapper_for(mode, num_samples=samples)
+    out = assert_pure(lambda td: call(td, key=7), td)
+
+    assert set(td.keys()) < set(out.keys())
+
+
+@SAMPLES
+def test_reasons_and_texts_are_those_of_the_ids(samples):
+    """A response that is complete was stopped; texts of histories and of texts are equal."""
+    first = drawn(samples, "history")
+
     ends = [["length", "stop"][end] for end in first["tokens"].is_complete.flatten().tolist()]
     assert np.array(first["text"].finish_reason).flatten().tolist() == ends
-    assert first["text"].full == outs["text"]["text"].full
+    assert first["text"].full == drawn(samples, "text")["text"].full
+
+
+@SAMPLES
+def test_ragged_responses_are_the_padded_ones(samples):
+    """Behind them is 0."""
     ragged = wrapper_for(pad_output=False, num_samples=samples)(inputs_of("history"), key=7)
     flat = [row for part in ragged["log_probs"].response for row in ([part] if samples is None else part)]
-    padded = first["log_probs"].response.reshape(len(flat), -1)
-    for row, values in zip(flat, padded, strict=True):
-        torch.testing.assert_close(row, values[: len(row)])
-        assert (values[len(row) :] == 0).all()
+    padded = drawn(samples, "history")["log_probs"].response.reshape(len(flat), -1)
+
+    torch.testing.assert_close([row[: len(alone)] for row, alone in zip(padded, flat, strict=True)], flat)
+    behind = torch.cat([row[len(alone) :] for row, alone in zip(padded, flat, strict=True)])
+    assert (behind == 0).all()
 
 
 @settings(max_examples=3, deadline=None)
@@ -132,46 +159,66 @@ def test_scoring_a_response_gives_its_log_probs(seed, cuts, temperature):
     assert torch.equal(less.full[:, width:], lp.full[:, width:])
 
 
-def test_replies_are_parsed_and_keep_their_ids():
-    """Messages have content, thinking and calls; the conversation's ids are those of the prompt and the response."""
-    call = '<tool_call>\n{"name": "now", "arguments": {"zone": "utc"}}\n</tool_call>'
-    replies = ["<think>\nhm\n</think>\n\nyes<|im_end|>", f"{call}<|im_end|>", "the fox ju", "one stop , two"]
-    reasons = ["stop", "stop", "length", "stop"]
+CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "utc"}}\n</tool_call>'
+REPLIES = ["<think>\nhm\n</think>\n\nyes<|im_end|>", f"{CALL}<|im_end|>", "the fox ju", "one stop , two"]
+REASONS = ["stop", "stop", "length", "stop"]
+
+
+def replied():
+    """A wrapper that gives these replies, and its result."""
     prompts = History.from_chats([CHATS[0], CHATS[1], CHATS[0], CHATS[1]])
     kwargs = {"max_new_tokens": 99, "stop_sequences": ["stop"]}
-    wrapper = speak(replies, reasons, generate_kwargs=kwargs, pad_output=True)
-    out = wrapper(TensorDict({"history": ChatHistory(prompt=prompts, batch_size=[4])}, [4]))
+    wrapper = speak(REPLIES, REASONS, generate_kwargs=kwargs, pad_output=True)
+    return wrapper, wrapper(TensorDict({"history": ChatHistory(prompt=prompts, batch_size=[4])}, [4]))
 
+
+def test_replies_are_parsed():
+    """Messages have content, thinking, calls and the reason of their end."""
+    _, out = replied()
     messages = [chat[0] for chat in out["history"].response.tolist()]
+
     assert [each.get("content") or "" for each in messages] == ["yes", "", "the fox ju", "one stop , two"]
     assert messages[0]["reasoning_content"] == "hm"
     assert messages[1]["tool_calls"][0]["function"] == {"name": "now", "arguments": {"zone": "utc"}}
     assert [each["finish_reason"] for each in messages] == ["stop", "tool_calls", "length", "stop_string"]
     assert [each.get("is_complete", True) for each in messages] == [True, True, False, True]
-    assert out["text"].response == replies
-    assert out["text"].full == [a + b for a, b in zip(out["text"].prompt, replies, strict=True)]
+
+
+def test_replies_keep_their_texts():
+    """As they are, behind those of the prompts."""
+    _, out = replied()
+
+    assert out["text"].response == REPLIES
+    assert out["text"].full == [a + b for a, b in zip(out["text"].prompt, REPLIES, strict=True)]
+
+
+def test_replies_are_parsed_and_keep_their_ids():
+    """The conversation's ids are those of the prompt and the response, also when it is scored."""
+    wrapper, out = replied()
     full = rows_of(out)
-    template = TokenTemplate(TOKENIZER, qwen)
-    assert chat_ids(template, out["history"].full) == full
+    assert chat_ids(TokenTemplate(TOKENIZER, qwen), out["history"].full) == full
+
     scored = wrapper.get_new_version(generate=False)(out)
     assert rows_of(scored) == full
     wrote = [int(row.sum()) for row in scored["masks"].all_assistant_mask]
-    assert wrote == [len(TOKENIZER(reply)["input_ids"]) for reply in replies]
+    assert wrote == [len(TOKENIZER(reply)["input_ids"]) for reply in REPLIES]
 
 
 def test_the_ids_of_a_rollout_only_grow():
     """Three turns: each prompt begins with the ids of the turn before."""
     wrapper = wrapper_for("history", pad_output=False, chat_template_name="chatml")
-    td = inputs_of("history")
-    before = [[], []]
+    td, prompts, wholes, lengths = inputs_of("history"), [], [], []
     for turn in range(3):
         out = wrapper(td, key=turn)
-        for old, prompt in zip(before, out["tokens"].prompt, strict=True):
-            assert prompt[: len(old)].tolist() == old
-        before = [row.tolist() for row in out["tokens"].full]
+        prompts.append([row.tolist() for row in out["tokens"].prompt])
+        wholes.append([row.tolist() for row in out["tokens"].full])
         asked = out["history"].full.append(History(role="user", content=["and?", "why?"], batch_size=[2]))
-        assert [len(chat) for chat in asked.tolist()] == [2 * turn + 4, 2 * turn + 3]
+        lengths.append([len(chat) for chat in asked.tolist()])
         td = TensorDict({"history": ChatHistory(prompt=asked, batch_size=[2])}, [2])
+
+    pairs = [zip(*turns, strict=True) for turns in zip(prompts[1:], wholes[:-1], strict=True)]
+    assert [[prompt[: len(old)] for prompt, old in pair] for pair in pairs] == wholes[:-1]
+    assert lengths == [[4, 3], [6, 5], [8, 7]]
 
 
 def test_a_reply_that_only_ends_goes_on():
@@ -244,39 +291,58 @@ def test_calls_of_threads_run_together():
 
 
 def test_batched_draws_are_those_of_the_calls_alone():
-    """Together with others' rows, rows draw what they draw alone; scores keep their gradients."""
+    """Together with others' rows, rows draw what they draw alone."""
     alone = wrapper_for("tokens", num_samples=2)
     together = alone.get_new_version(min_batch_size=3, batching_timeout=60)
     results, own = {}, {}
     for thread in [*ask(together, 3, results, key=5), *ask(alone, 3, own, key=5)]:
         thread.join(60)
+
+    found, expected = ({i: each[i]["tokens"].full.tolist() for i in range(3)} for each in (results, own))
+    assert found == expected
+
+
+def test_batched_scores_are_those_of_the_calls_alone():
+    """They keep their gradients, unless these are off."""
+    alone = wrapper_for("tokens", num_samples=2, generate=False)
+    together = alone.get_new_version(min_batch_size=2, batching_timeout=60)
     td = inputs_of("tokens")
     full = TensorDict({"tokens": Tokens(full=td["tokens"].prompt, batch_size=[2])}, [2])
 
-    for i in range(3):
-        assert torch.equal(results[i]["tokens"].full, own[i]["tokens"].full)
-    scored = together.get_new_version(generate=False, min_batch_size=2)(full)["log_probs"].full
-    torch.testing.assert_close(scored, alone.get_new_version(generate=False)(full)["log_probs"].full)
+    scored = together(full)["log_probs"].full
+    torch.testing.assert_close(scored, alone(full)["log_probs"].full)
     assert scored.requires_grad
     with torch.no_grad():
-        assert not together.get_new_version(generate=False, min_batch_size=2)(full)["log_probs"].full.requires_grad
+        assert not together.get_new_version()(full)["log_probs"].full.requires_grad
 
 
-def test_the_queue_can_be_flushed_and_cancelled():
-    """`cleanup_batching(flush=True)` answers those who wait; without it their calls are cancelled."""
-    wrapper = FakeWrapper(input_mode="tokens", min_batch_size=99, batching_timeout=600)
-    for flush in (True, False):
-        results = {}
-        threads = ask(wrapper, 3, results)
-        deadline = time.monotonic() + 20
-        while wrapper.get_batching_state()["queue_size"] < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        # Without an argument they are cancelled.
-        assert len(wrapper.cleanup_batching(**({"flush": True} if flush else {}))) == 3
-        for thread in threads:
-            thread.join(30)
-        assert [isinstance(results[i], TensorDict) for i in range(3)] == [flush] * 3
-    alone = wrapper.get_new_version(min_batch_size=None)
+@pytest.fixture(scope="module")
+def waiting():
+    """A wrapper that waits for more calls than there are."""
+    return FakeWrapper(input_mode="tokens", min_batch_size=99, batching_timeout=600)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"), [({"flush": True}, TensorDict), ({}, BaseException)], ids=["flushed", "cancelled"]
+)
+def test_the_queue_can_be_flushed_and_cancelled(waiting, options, kind):
+    """`cleanup_batching(flush=True)` answers those who wait; without it their calls are cancelled; it may go on."""
+    results = {}
+    threads = ask(waiting, 3, results)
+    deadline = time.monotonic() + 20
+    while waiting.get_batching_state()["queue_size"] < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    assert len(waiting.cleanup_batching(**options)) == 3
+    for thread in threads:
+        thread.join(30)
+    assert [i for i in range(3) if not isinstance(results[i], kind)] == []
+
+
+def test_a_wrapper_without_batching_has_no_queue():
+    """`batching=True` gives it one of the least size."""
+    alone = FakeWrapper(input_mode="tokens", min_batch_size=99).get_new_version(min_batch_size=None)
+
     assert alone.get_batching_state() == {"batching": False}
     assert alone.cleanup_batching() == []
     assert alone.get_new_version(batching=True).get_batching_state()["min_batch_size"] == 1

@@ -1,6 +1,7 @@
 """A push of weights is proven, or the engine is not used."""
 
 import random
+import re
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def made():
 
 
 def test_a_push_replaces_the_weights(made):
-    """The engine then computes what the tree computes; the record has a digest for each leaf and the label is set."""
+    """The engine then computes what the tree computes, and its label is set."""
     first, second = made
     engine = FakeEngine(first)
     done = push(engine, second, version="7")
@@ -30,12 +31,26 @@ def test_a_push_replaces_the_weights(made):
     assert done.version == proven_label(engine.label()) == "7"
     assert done.difference < 1e-5
     assert done.unread is None
+    torch.testing.assert_close(list(engine.model.parameters()), list(second.parameters()), rtol=0, atol=0)
+
+
+def test_the_record_of_a_push_has_a_digest_for_each_leaf(made):
+    """All differ, and those of equal weights are equal, whatever the proof."""
+    first, second = made
+    engine = FakeEngine(first)
+    done = push(engine, second, version="7")
+
     assert list(done.digests) == list(second.state_dict())
     assert len(set(done.digests.values())) == len(done.digests)
-    for own, other in zip(engine.model.parameters(), second.parameters(), strict=True):
-        assert torch.equal(own, other)
     assert push(engine, second, version="8", proof="full").digests == done.digests
+
+
+def test_a_push_may_differ_by_its_tolerance(made):
+    """And no more: the difference itself is allowed."""
+    first, second = made
+    engine = FakeEngine(first)
     limit = push(engine, second, key=5).difference
+
     assert push(engine, second, key=5, tolerance=limit).difference == limit
 
 
@@ -66,6 +81,19 @@ FAULTS = {
 }
 
 
+def push_with_faults(engine, model):
+    """A faulty push and a whole one: the errors of the push and of the label after it, and the label at last."""
+    found = []
+    for call in (lambda: push(engine, model), lambda: proven_label(engine.label())):
+        try:
+            found.append(call())
+        except Exception as err:
+            found.append(err)
+    engine.fault = None
+    push(engine, model)
+    return *found, proven_label(engine.label())
+
+
 @pytest.mark.parametrize("count", quick([3, 150], 3))
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_caught(made, name, count, seed):
@@ -73,17 +101,19 @@ def test_faults_are_caught(made, name, count, seed):
     draws, shapes = random.Random(seed), [leaf.shape for leaf in made[1].state_dict().values()]
     usable = [i for i in range(len(shapes)) if name != "swapped" or shapes.index(shapes[i]) == i]
     usable = [i for i in usable if name != "swapped" or shapes.count(shapes[i]) > 1]
-    for _ in range(count):
+    found = {}
+    for number in range(count):
         engine = FakeEngine(made[0])
         engine.fault, engine.chosen = name, draws.choice(usable)
         engine.factor = draws.choice([0.0, 0.5, 0.98, 1.02, 2.0, -1.0, float("nan")])
-        with pytest.raises(FAULTS[name]):
-            push(engine, made[1])
-        with pytest.raises(ConcurrencyError, match="are not proven(?s:.*)'1'(?s:.*)push again"):
-            proven_label(engine.label())
-        engine.fault = None
-        push(engine, made[1])
-        assert proven_label(engine.label()) == "1"
+        found[number, engine.chosen, engine.factor] = push_with_faults(engine, made[1])
+
+    assert {case: error for case, (error, *_) in found.items() if not isinstance(error, FAULTS[name])} == {}
+    labels = {case: label for case, (_, label, _) in found.items() if not isinstance(label, ConcurrencyError)}
+    assert labels == {}
+    pattern = "are not proven(?s:.*)'1'(?s:.*)push again"
+    assert [str(label) for _, label, _ in found.values() if not re.search(pattern, str(label))] == []
+    assert {case: label for case, (*_, label) in found.items() if label != "1"} == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,21 +168,24 @@ def test_each_push_draws_its_own_ids(made):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_names_are_checked_before_anything_is_sent(made):
+@pytest.mark.parametrize(
+    ("pattern", "change"),
+    [
+        ("lacks '{name}'", lambda params, path: params.delete(path)),
+        ("has the unknown 'x.y'", lambda params, path: params.set(("x", "y"), torch.zeros(1))),
+        ("leaf '{name}' does not have the shape", lambda params, path: params.set(path, torch.zeros(2))),
+    ],
+    ids=["missing", "unknown", "misshapen"],
+)
+def test_names_are_checked_before_anything_is_sent(made, pattern, change):
     """Missing, unknown and misshapen leaves: the engine keeps its weights and its label."""
     params = trees_of(made[1])[1]
-    name = next(iter(params.paths()))
-    cases = {
-        f"lacks '{'.'.join(name)}'": params.delete(name),
-        "has the unknown 'x.y'": params.set(("x", "y"), torch.zeros(1)),
-        f"leaf '{'.'.join(name)}' does not have the shape": params.set(name, torch.zeros(2)),
-    }
-    for pattern, tree in cases.items():
-        engine = FakeEngine(made[0])
-        with pytest.raises(TreeStructureError, match=f"{pattern}(?s:.*)nothing was sent"):
-            push(engine, made[1], tree=tree)
-        assert engine.loads == 0
-        assert proven_label(engine.label()) == "default"
+    path = next(iter(params.paths()))
+    pattern, engine = pattern.format(name=".".join(path)), FakeEngine(made[0])
+    with pytest.raises(TreeStructureError, match=f"{pattern}(?s:.*)nothing was sent"):
+        push(engine, made[1], tree=change(params, path))
+    assert engine.loads == 0
+    assert proven_label(engine.label()) == "default"
 
 
 def test_nan_is_no_proof(made):
