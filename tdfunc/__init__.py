@@ -4,13 +4,12 @@ import importlib
 import typing
 
 from tdfunc import averaging, calibration, distributed, lora, metrics, optim, random, sweep, weights
-from tdfunc._control import cond, scan, while_loop
-from tdfunc._control import map as map
-from tdfunc._gradient import grad, value_and_grad
 from tdfunc._jit import jit
 from tdfunc._lazystack import LazyStack, lazy_stack, pad_sequence
 from tdfunc._tensorclass import TensorClass, tensorclass
 from tdfunc._tensordict import TensorDict
+from tdfunc.control import cond, scan, while_loop
+from tdfunc.control import map as map
 from tdfunc.core.errors import (
     BatchSizeError,
     CaptureError,
@@ -34,6 +33,7 @@ from tdfunc.core.types import Kind
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.mc_dropout import MCDropout
 from tdfunc.ensemble.stack import init_ensemble, stack_modules, unstack
+from tdfunc.gradient import grad, value_and_grad
 from tdfunc.modules.checkpoint import checkpoint
 from tdfunc.modules.extract import from_module, split
 from tdfunc.modules.functional import Apply, functional

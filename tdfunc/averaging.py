@@ -35,8 +35,8 @@ from tdfunc.ops.base.convert import join_nodes
 from tdfunc.ops.base.foreach import leaves_like
 from tdfunc.ops.base.reading import get, has
 from tdfunc.ops.edits import maps
-from tdfunc.optim._checks import check_dense, check_tree, list_trainable
-from tdfunc.optim._optimizer import Schedule
+from tdfunc.optim.checks import check_dense, check_tree, list_trainable
+from tdfunc.optim.optimizer import Schedule
 from tdfunc.random.draws import KeyLike, key_of
 
 if TYPE_CHECKING:

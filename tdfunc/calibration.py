@@ -11,7 +11,9 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from tdfunc._mixture import (
+from tdfunc.core.context import require_values
+from tdfunc.core.errors import LeafMismatchError, brief, check_choice, error
+from tdfunc.mixture import (
     Numbers,
     as_real,
     as_tensor,
@@ -22,8 +24,6 @@ from tdfunc._mixture import (
     warn_probabilities,
     widen,
 )
-from tdfunc.core.context import require_values
-from tdfunc.core.errors import LeafMismatchError, brief, check_choice, error
 
 __all__ = [
     "conformal_scores",

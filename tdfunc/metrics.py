@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tdfunc._mixture import (
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import require_values
+from tdfunc.core.errors import LeafMismatchError, as_count, check_choice, error
+from tdfunc.mixture import (
     Numbers,
     as_tensor,
     check_outputs,
@@ -21,9 +24,6 @@ from tdfunc._mixture import (
     warn_probabilities,
     widen,
 )
-from tdfunc.core.collection import TensorCollection
-from tdfunc.core.context import require_values
-from tdfunc.core.errors import LeafMismatchError, as_count, check_choice, error
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict

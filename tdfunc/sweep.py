@@ -32,7 +32,7 @@ from tdfunc.core.errors import (
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.distributed.messages import classes_of
-from tdfunc.ensemble._draws import run_seeded
+from tdfunc.ensemble.draws import run_seeded
 from tdfunc.ops.base.reading import iter_items
 from tdfunc.random.draws import KeyLike, key_of
 from tdfunc.storage.disk.commit import Descriptor, lock

@@ -10,7 +10,7 @@ import torch
 
 import tdfunc as tdf
 from tdfunc import TensorDict
-from tdfunc.ensemble._draws import run_seeded
+from tdfunc.ensemble.draws import run_seeded
 from tdfunc.storage.safetensors.contents import Contents
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")

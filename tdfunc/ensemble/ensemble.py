@@ -26,7 +26,7 @@ from tdfunc.core.errors import UnsupportedError, as_count, brief, check_choice, 
 from tdfunc.core.generators import default_generators, foreign_states, refuse_draws
 from tdfunc.core.keys import Filter, FilterLike, dotted
 from tdfunc.core.types import Path
-from tdfunc.ensemble._call import (
+from tdfunc.ensemble.call import (
     Call,
     check_output,
     check_unwritten,
@@ -38,7 +38,7 @@ from tdfunc.ensemble._call import (
     stack_outputs,
     versions,
 )
-from tdfunc.ensemble._draws import run_seeded, watch
+from tdfunc.ensemble.draws import run_seeded, watch
 from tdfunc.modules.functional import Apply
 from tdfunc.modules.random import seeded
 from tdfunc.random.draws import KeyLike

@@ -19,8 +19,8 @@ from tdfunc.core.generators import default_generators, foreign_states
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorStack
 from tdfunc.core.types import Path, Ties
-from tdfunc.ensemble._alike import ExtraState, Outline, Pair
-from tdfunc.ensemble._draws import watch
+from tdfunc.ensemble.alike import ExtraState, Outline, Pair
+from tdfunc.ensemble.draws import watch
 from tdfunc.modules.extract import unwrap, walk
 from tdfunc.modules.random import Members
 from tdfunc.ops.batch.index import unbind

@@ -1,8 +1,8 @@
 """Adapters of low rank as pure functions of trees: LoRA, DoRA, PiSSA, OLoRA, and the files of other libraries."""
 
 from tdfunc.lora._attach import LoraApply
-from tdfunc.lora._files.api import load, save
-from tdfunc.lora._lora import Lora, attach, extract, init, merge, unmerge
+from tdfunc.lora.files.api import load, save
+from tdfunc.lora.lora import Lora, attach, extract, init, merge, unmerge
 
 __all__ = [
     "Lora",

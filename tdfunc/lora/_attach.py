@@ -10,10 +10,10 @@ from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.types import Path
-from tdfunc.lora._choice import Choice
-from tdfunc.lora._experts import experts_class
-from tdfunc.lora._layers import Adapted, Setting, layer_class
-from tdfunc.lora._targets import Target, check_leaves, find_targets, layouts_of, make_tree, parts_of
+from tdfunc.lora.choice import Choice
+from tdfunc.lora.experts import experts_class
+from tdfunc.lora.layers import Adapted, Setting, layer_class
+from tdfunc.lora.targets import Target, check_leaves, find_targets, layouts_of, make_tree, parts_of
 from tdfunc.modules.extract import from_module
 from tdfunc.modules.functional import Apply, make_apply
 from tdfunc.modules.plan import Plan

@@ -11,7 +11,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.keys import FilterLike, dotted
 from tdfunc.core.types import Kind, Path
-from tdfunc.ensemble._call import find_shared, members_of
+from tdfunc.ensemble.call import find_shared, members_of
 from tdfunc.ensemble.ensemble import Ensemble, How
 from tdfunc.modules.extract import from_module, split
 from tdfunc.modules.functional import Apply

@@ -1,36 +1,36 @@
 """Optimizers as pairs of pure functions over trees, for one model or a stack of members."""
 
 from tdfunc.optim import schedules
-from tdfunc.optim._base import AbstractOptimizer
-from tdfunc.optim._combine import Chain, Masked, Multi, chain, masked, multi
-from tdfunc.optim._maps import (
+from tdfunc.optim._sam import sam
+from tdfunc.optim.base import AbstractOptimizer
+from tdfunc.optim.combine import Chain, Masked, Multi, chain, masked, multi
+from tdfunc.optim.gradient_maps import (
     GradientMap,
     adaptive_grad_clip,
     add_decayed_weights,
     clip_by_global_norm,
     clip_by_member_norm,
 )
-from tdfunc.optim._optimizer import Hyper, Optimizer, Schedule
-from tdfunc.optim._rules.adadelta import adadelta
-from tdfunc.optim._rules.adafactor import adafactor
-from tdfunc.optim._rules.adagrad import adagrad
-from tdfunc.optim._rules.adam import adam, adamax, adamw
-from tdfunc.optim._rules.asgd import asgd
-from tdfunc.optim._rules.lion import lion
-from tdfunc.optim._rules.muon import muon
-from tdfunc.optim._rules.nadam import nadam
-from tdfunc.optim._rules.radam import radam
-from tdfunc.optim._rules.rmsprop import rmsprop
-from tdfunc.optim._rules.rprop import rprop
-from tdfunc.optim._rules.sgd import sgd
-from tdfunc.optim._rules.sparse_adam import sparse_adam
-from tdfunc.optim._sam import sam
-from tdfunc.optim._wrappers.accumulate import Accumulate, accumulate
-from tdfunc.optim._wrappers.ema import Ema, ema
-from tdfunc.optim._wrappers.finite import ApplyIfFinite, apply_if_finite
-from tdfunc.optim._wrappers.lookahead import Lookahead, lookahead
-from tdfunc.optim._wrappers.masters import Masters, masters
-from tdfunc.optim._wrappers.schedule_free import ScheduleFree, schedule_free
+from tdfunc.optim.optimizer import Hyper, Optimizer, Schedule
+from tdfunc.optim.rules.adadelta import adadelta
+from tdfunc.optim.rules.adafactor import adafactor
+from tdfunc.optim.rules.adagrad import adagrad
+from tdfunc.optim.rules.adam import adam, adamax, adamw
+from tdfunc.optim.rules.asgd import asgd
+from tdfunc.optim.rules.lion import lion
+from tdfunc.optim.rules.muon import muon
+from tdfunc.optim.rules.nadam import nadam
+from tdfunc.optim.rules.radam import radam
+from tdfunc.optim.rules.rmsprop import rmsprop
+from tdfunc.optim.rules.rprop import rprop
+from tdfunc.optim.rules.sgd import sgd
+from tdfunc.optim.rules.sparse_adam import sparse_adam
+from tdfunc.optim.wrappers.accumulate import Accumulate, accumulate
+from tdfunc.optim.wrappers.ema import Ema, ema
+from tdfunc.optim.wrappers.finite import ApplyIfFinite, apply_if_finite
+from tdfunc.optim.wrappers.lookahead import Lookahead, lookahead
+from tdfunc.optim.wrappers.masters import Masters, masters
+from tdfunc.optim.wrappers.schedule_free import ScheduleFree, schedule_free
 
 __all__ = [
     "AbstractOptimizer",

@@ -7,9 +7,9 @@ from typing import Any
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import error
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
-from tdfunc.optim._checks import check_dense, check_hyper, check_tree
-from tdfunc.optim._lists import widen
-from tdfunc.optim._maps import member_norm
+from tdfunc.optim.checks import check_dense, check_hyper, check_tree
+from tdfunc.optim.gradient_maps import member_norm
+from tdfunc.optim.lists import widen
 
 
 # Any: functions of any arguments, which may return more than gradients.

@@ -16,7 +16,7 @@ from torch import Tensor
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import BatchSizeError, as_count, brief, check_choice, check_finite, check_least, error
 from tdfunc.core.types import wide_default_dtype
-from tdfunc.optim._optimizer import Schedule
+from tdfunc.optim.optimizer import Schedule
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict

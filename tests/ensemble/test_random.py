@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from tdfunc import Ensemble, UnsupportedError, functional, init_ensemble, stack_modules
 from tdfunc.core.generators import default_generators
-from tdfunc.ensemble._draws import run_seeded, watch
+from tdfunc.ensemble.draws import run_seeded, watch
 from tests.ensemble.models import Attention, Returns, ensemble_of, line
 from tests.helpers import examples, run_in_threads
 

@@ -15,7 +15,7 @@ import tdfunc as tdf
 from tdfunc import TensorDict, UnsupportedError, optim, random
 from tdfunc._jit import jit
 from tdfunc._jit.cudagraphs import CudaGraphs, _Watch
-from tdfunc.optim import _apart, _kernel
+from tdfunc.optim import apart, kernel
 from tests.helpers import assert_trees_equal, quick
 from tests.jit.pools import StandIn, on_cpu
 from tests.optim.table import RULES
@@ -286,8 +286,8 @@ def test_copies_capture_anew():
 def test_a_step_does_not_wait(name, donate, monkeypatch):
     """A training step is captured where there are no values: it reads none, draws by keys and moves nothing."""
     # There all tensors have one address, and the kernel of Adam is that of a GPU.
-    monkeypatch.setattr(_apart, "_refuse_shared", lambda *_: None)
-    monkeypatch.setattr(_kernel, "_FUSED_DEVICES", ("cpu", "meta"))
+    monkeypatch.setattr(apart, "_refuse_shared", lambda *_: None)
+    monkeypatch.setattr(kernel, "_FUSED_DEVICES", ("cpu", "meta"))
     step, start, batch = make_step(name, "meta", donate=donate)
     captured = jit(step, backend=CudaGraphs(StandIn, "meta"))
 
@@ -306,15 +306,15 @@ def test_kernels_of_optimizers_do_not_wait(name, lr, monkeypatch):
     values = {"float": 0.1, "tensor": torch.full((MEMBERS,), 0.1), "schedule": lambda step: 0.1 * (step + 1) ** -0.5}
     opt = make(**options | {"lr": values[lr]})
     # torch has no fused SGD for the meta device.
-    monkeypatch.setattr(_kernel, "_FUSED_DEVICES", ("cpu",) if make is optim.sgd else ("cpu", "meta"))
+    monkeypatch.setattr(kernel, "_FUSED_DEVICES", ("cpu",) if make is optim.sgd else ("cpu", "meta"))
     params = TensorDict({"w": torch.empty(MEMBERS, 4, 5), "v": torch.empty(MEMBERS, 5, 5)}, [MEMBERS]).to("meta")
     state = opt.init(params).to("meta")
     slots = [leaf for slot in opt.rule.slots for leaf in state[slot].leaves()]
     writes = [*params.leaves(), *slots, *[state[name] for name in opt.rule.scalars]]
     tensors = [state[name] for name in opt._tensors()]
-    layout = _kernel.Layout(opt.rule.slots, opt.rule.scalars, tuple(opt._tensors()))
+    layout = kernel.Layout(opt.rule.slots, opt.rule.scalars, tuple(opt._tensors()))
 
     for step in (state["step"], torch.empty(MEMBERS, dtype=torch.int64, device="meta")):
         with _Watch():
             reads = [*params.clone().leaves(), step, *tensors]
-            _kernel.step_in_place(opt.rule, opt.hyper, layout, writes, reads)
+            kernel.step_in_place(opt.rule, opt.hyper, layout, writes, reads)

@@ -13,7 +13,7 @@ from torch import nn
 
 import tdfunc as tdf
 from tdfunc.lora import Lora
-from tdfunc.lora._files.writing import short_names
+from tdfunc.lora.files.writing import short_names
 from tests.lora.layers import MODULES, NO_BIAS, NOT_IN_PEFT, Tied, TiedLinear, experts, trained
 
 pytestmark = pytest.mark.sample(2)

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import tdfunc as tdf
-from tdfunc.lora._files.patterns import Modules, Pattern, PatternTable
+from tdfunc.lora.files.patterns import Modules, Pattern, PatternTable
 
 # As PEFT, Unsloth and ms-swift write them.
 REAL = [

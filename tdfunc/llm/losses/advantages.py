@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tdfunc._mixture import widen
 from tdfunc.core.errors import LeafMismatchError, check_choice
 from tdfunc.llm.losses.streams import clean
+from tdfunc.mixture import widen
 from tdfunc.ops.math.squares import root, square_scale
 
 

@@ -10,12 +10,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tdfunc._mixture import widen
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, check_choice, error
 from tdfunc.llm.losses.output import Loss
 from tdfunc.llm.losses.policy import policy_gradient
 from tdfunc.llm.losses.streams import Normalize, clean, log1mexp, mean, spread
+from tdfunc.mixture import widen
 
 # A log-prob whose exponential is 0.
 _NONE = -1e4

@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from tdfunc._mixture import widen
 from tdfunc.llm.losses.streams import MAX_LOG_RATIO
+from tdfunc.mixture import widen
 
 
 def k1(log_p: Tensor, log_q: Tensor) -> Tensor:

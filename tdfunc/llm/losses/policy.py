@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from tdfunc._mixture import widen
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import check_choice, error
 from tdfunc.llm.losses.divergences import k1, k2, k3
 from tdfunc.llm.losses.output import Loss
 from tdfunc.llm.losses.streams import MAX_LOG_RATIO, Level, Normalize, clean, effective_share, log_ratio, mean, spread
+from tdfunc.mixture import widen
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tdfunc._mixture import widen
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.context import require_values
 from tdfunc.core.errors import as_count, as_number, brief, error, refuse_text
 from tdfunc.core.types import wide_default_dtype
+from tdfunc.mixture import widen
 
 
 class TopK(NamedTuple):

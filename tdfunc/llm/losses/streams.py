@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from tdfunc._mixture import widen
 from tdfunc.core.errors import LeafMismatchError, check_choice, error
+from tdfunc.mixture import widen
 
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
 Normalize: TypeAlias = Literal["token", "sequence"] | float | Tensor

@@ -73,7 +73,7 @@ class _Builder:
     def _plain(self, number: int) -> TensorCollection:
         """Return a node of tensors and trees."""
         # There may be thousands, so the steps stay in one function: calls would take as long as they do.
-        # Keys and items are one for each entry; values and flags of leaves are one for each leaf. Sub-trees stand
+        # Keys and items are one for each entry; values and flags of leaves are one for each leaf. Sub-trees are
         # between leaves in any order, so that both must be spread over the items.
         plan = self._plan
         keys = plan.keys[number]

@@ -1,0 +1,335 @@
+"""`load` and `save`: adapters in PEFT's folders, and in the files of Kohya's scripts."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tdfunc._tensordict import TensorDict
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
+from tdfunc.core.keys import Entry, Filter, FilterLike, at_paths, dotted
+from tdfunc.core.types import Path
+from tdfunc.lora._attach import LoraApply
+from tdfunc.lora.files.config import Config, load_config, read_config
+from tdfunc.lora.files.kohya import as_peft, is_kohya
+from tdfunc.lora.files.peft import PREFIX, Adapter, check_table, read_adapters
+from tdfunc.lora.files.writing import check_target, config_of, list_layers, whole_modules, write_parts
+from tdfunc.lora.lora import Lora
+from tdfunc.lora.math import factors
+from tdfunc.lora.targets import (
+    FROZEN,
+    Target,
+    check_leaves,
+    find_targets,
+    layouts_of,
+    make_tree,
+    module_of,
+    parts_of,
+    read_parts,
+)
+from tdfunc.modules.extract import from_module
+from tdfunc.modules.functional import Apply
+from tdfunc.ops.base.reading import entries, get, iter_items
+from tdfunc.storage.api import load as load_tree
+from tdfunc.storage.api import save as save_tree
+from tdfunc.storage.disk.commit import replace_folder
+
+# More are a filter by complete paths: each glob is matched against each leaf, and combined filters are nested.
+_MAX_GLOBS = 32
+_CONFIG = "adapter_config.json"
+_TENSORS = "adapter_model.safetensors"
+
+
+def load(
+    path: str | os.PathLike[str],
+    params: TensorCollection,
+    *,
+    apply: "Apply | LoraApply | None" = None,
+    prefix: str | None = None,
+) -> tuple[Lora, TensorDict]:
+    """Load adapters that PEFT or Kohya's scripts saved, as a choice and a tree of adapters.
+
+    Every entry of the file must be supported. Adapters for which PEFT changes the base, such as with PiSSA and OLoRA,
+    are an error.
+
+    Args:
+        path: A folder of PEFT, or a file of Kohya.
+        params: The base of the adapters.
+        apply: The function of the base. For a square weight, the orientation of its adapter can depend on it.
+        prefix: The beginning of the names of this base, which is removed. Leaves under other names belong to other
+            models and are ignored. By default PEFT's `base_model.model.` is removed, and no leaf is ignored.
+
+    Returns:
+        The pair (lora, adapters), for `lora.attach(apply)` and `lora.merge(params, adapters)`.
+
+    Raises:
+        FileNotFoundError: The folder does not contain an adapter in safetensors.
+        LeafMismatchError: A leaf of the file does not belong to the base, or does not fit it.
+        UnsupportedError: The configuration contains more than LoRA, an orientation is ambiguous, or the file changes
+            one of two tied weights.
+        ValueError: The adapters change nothing.
+
+    Source:
+        The files of PEFT 0.17 to 0.21. Before 0.19, PEFT used the first dimension of fused experts as their inputs.
+    """
+    contents = _read_file(os.fspath(path), params, prefix)
+    layouts = None
+    if apply is not None:
+        layouts = layouts_of(module_of(apply))
+    adapters, whole = read_adapters(contents.tensors, contents.config, params, layouts, contents.outer)
+    if apply is not None:
+        for adapter in adapters:
+            check_table(adapter, module_of(apply))
+    if _change_nothing(adapters, whole, params):
+        raise error(
+            ValueError,
+            f"lora.load: the adapters in {contents.file!r} change nothing.",
+            expected="a factor B, or a leaf, that is not as before the training",
+            got=f"{len(adapters)} adapters, all of which are zero",
+            hint="save the adapters after the training; lora.init makes fresh ones.",
+        )
+    lora = _as_lora(adapters, whole, contents.config, params)
+    leaves: dict[Path, Tensor] = {}
+    for adapter in adapters:
+        for part, leaf in adapter.parts.items():
+            leaves[(*adapter.paths[0], part)] = leaf
+    tree = make_tree(leaves | whole)
+    read_parts(lora, params, tree, "lora.load")
+    return lora, tree
+
+
+class _Contents(NamedTuple):
+    """An adapter on disk, in PEFT's form.
+
+    Attributes:
+        file: The path of the tensors.
+        tensors: The leaves by their names, without the beginning that is removed.
+        config: The configuration.
+        outer: The beginning that only the names in the configuration have.
+    """
+
+    file: str
+    tensors: dict[str, Tensor]
+    config: Config
+    outer: str
+
+
+def _read_file(name: str, params: TensorCollection, prefix: str | None) -> _Contents:
+    """Return the contents of a folder of PEFT, or of a file of Kohya."""
+    config: Config | None = None
+    if os.path.isdir(name):
+        config = read_config(load_config(_find_config(name)))
+        name = os.path.join(name, _TENSORS)
+    loaded = load_tree(name)
+    tensors = {dotted(path): leaf for path, leaf in iter_items(loaded, True, True)}
+    begin = PREFIX
+    if prefix is not None:
+        begin = prefix
+        tensors = {key: leaf for key, leaf in tensors.items() if key.startswith(prefix)}
+    if is_kohya(tensors):
+        tensors, config = as_peft(tensors, params)
+        return _Contents(name, tensors, config, outer="")
+    if config is None:
+        raise UnsupportedError(
+            f"lora.load: {name!r} is neither a folder of PEFT nor a file of Kohya.",
+            got=f"a file with leaves like {next(iter(tensors), None)!r}",
+        )
+    tensors = {key.removeprefix(begin): leaf for key, leaf in tensors.items()}
+    return _Contents(name, tensors, config, outer=begin.removeprefix(PREFIX))
+
+
+def _find_config(folder: str) -> str:
+    """Return the path of the configuration in a folder that also has the tensors."""
+    names = sorted(os.listdir(folder))
+    if _CONFIG not in names or _TENSORS not in names:
+        hint = None
+        if "adapter_model.bin" in names:
+            hint = "adapter_model.bin is a pickle, which is never read: load it with peft and save it again."
+        raise error(
+            FileNotFoundError,
+            f"lora.load: {folder!r} does not hold an adapter.",
+            expected=f"{_CONFIG} and {_TENSORS}",
+            got=", ".join(names[:10]) or "nothing",
+            hint=hint,
+        )
+    return os.path.join(folder, _CONFIG)
+
+
+def _change_nothing(adapters: Sequence[Adapter], whole: Mapping[Path, Tensor], params: TensorCollection) -> bool:
+    """Return whether the base with these adapters, and leaves that are trained whole, is the base."""
+    if not all(map(_is_nothing, adapters)):
+        return False
+    return all(torch.equal(leaf, get(params, path).to(leaf.dtype)) for path, leaf in whole.items())
+
+
+def _is_nothing(adapter: Adapter) -> bool:
+    parts = adapter.parts
+    if "magnitude" in parts:
+        return False
+    if "bias" in parts and parts["bias"].any():
+        return False
+    return not (parts["A"].any() and parts["B"].any())
+
+
+def _as_lora(
+    adapters: Sequence[Adapter], whole: Mapping[Path, Tensor], config: Config, params: TensorCollection
+) -> Lora:
+    """Return the choice that has the adapters, and the leaves trained whole, of a file."""
+    part_names = {tuple(sorted(adapter.parts)) for adapter in adapters}
+    if len(part_names) > 1:
+        raise LeafMismatchError("lora.load: the adapters have different parts.", got=sorted(part_names))
+    names = next(iter(part_names), ())
+    found = entries(params)
+    ranks = {adapter.paths[0]: adapter.rank for adapter in adapters}
+    alphas = {adapter.paths[0]: adapter.alpha for adapter in adapters}
+    where: FilterLike = Filter(lambda path, leaf: False)
+    if adapters:
+        where = _filter(ranks, found)
+    trained = None
+    if whole:
+        trained = _filter(whole, found)
+    return Lora(
+        where,
+        rank=_by_value(ranks, found),
+        alpha=_by_value(alphas, found),
+        rslora=config.rslora,
+        dora="magnitude" in names,
+        bias="bias" in names,
+        dropout=config.dropout,
+        whole=trained,
+    )
+
+
+def _by_value(values: Mapping[Path, Any], found: Sequence[Entry]) -> Any:
+    """Return one value for all paths, or a dict of filters."""
+    groups: dict[Any, list[Path]] = {}
+    for path, value in values.items():
+        groups.setdefault(value, []).append(path)
+    if len(groups) < 2:
+        return next(iter(groups), 1)
+    chosen = [entry for entry in found if entry.paths[0] in values]
+    most_frequent = max(groups, key=lambda value: len(groups[value]))
+    by_filter: dict[FilterLike, Any] = {}
+    for value, paths in groups.items():
+        if value != most_frequent:
+            by_filter[_filter(paths, chosen)] = value
+    # The first filter that matches a leaf counts, so the rest comes last.
+    by_filter["*"] = most_frequent
+    return by_filter
+
+
+def _filter(paths: Mapping[Path, Any] | Sequence[Path], found: Sequence[Entry]) -> FilterLike:
+    """Return a filter for the leaves at these paths: globs by their last keys where a few of these choose no others."""
+    wanted = set(paths)
+    ends = {".".join(path[-2:]) for path in wanted}
+    if len(ends) > _MAX_GLOBS:
+        return at_paths(wanted)
+    first, *others = [f"*{end}" for end in sorted(ends)]
+    globs: FilterLike = first
+    for other in others:
+        globs = Filter(globs) | other
+    mask = Filter(globs).mask(found)
+    chosen = {entry.paths[0] for entry, is_chosen in zip(found, mask, strict=True) if is_chosen}
+    if chosen == wanted:
+        return globs
+    return at_paths(wanted)
+
+
+def save(
+    folder: str | os.PathLike[str],
+    lora: Lora,
+    adapters: TensorCollection,
+    apply: "Apply | LoraApply",
+    *,
+    config: Mapping[str, Any] | None = None,
+    fsync: bool = True,
+) -> None:
+    """Save adapters as a folder that PEFT loads; at every moment it contains either the old adapter or the new one.
+
+    A start of `"pissa"` or `"olora"` is written as plain LoRA of twice the rank, relative to the base itself.
+
+    Args:
+        folder: The folder; other files in it stay.
+        lora: The choice.
+        adapters: The adapters of one model, not stacked.
+        apply: The function of the base, which contains the layers of the weights.
+        config: Further entries of `adapter_config.json`, such as `{"task_type": "CAUSAL_LM"}`.
+        fsync: Wait until the data is on the disk.
+
+    Raises:
+        TreeStructureError: The adapters and `lora` have different leaves.
+        LeafMismatchError: A leaf has another shape. Save stacked adapters one by one.
+        UnsupportedError: PEFT does not have such adapters: DoRA of experts, changes of grouped convolutions, or modules
+            that are partly trained whole.
+    """
+    module = module_of(apply)
+    base = from_module(module)
+    targets, whole = find_targets(lora, entries(base), layouts_of(module))
+    given = _given_leaves(lora, targets, whole, adapters)
+    for target in targets:
+        check_target(target, lora, module)
+    layers = list_layers(lora, targets)
+    replaced = whole_modules(whole, layers.modules, base, module)
+    entries_of_config = config_of(lora, targets, layers, module, replaced) | dict(config or {})
+    tensors = _adapter_tensors(lora, targets, given)
+    for path, name in replaced.names.items():
+        tensors[name] = given[path].detach()
+    tree = TensorDict({PREFIX + name: leaf.contiguous() for name, leaf in tensors.items()}).unflatten_keys(".")
+    text = json.dumps(entries_of_config, indent=2, sort_keys=True)
+    _write_folder(os.path.abspath(os.fspath(folder)), tree, text, fsync=fsync)
+
+
+def _given_leaves(
+    lora: Lora, targets: Sequence[Target], whole: Sequence[Entry], adapters: TensorCollection
+) -> dict[Path, Tensor]:
+    """Return the leaves of adapters by their paths; raise unless they are the leaves of the choice."""
+    shapes: dict[Path, torch.Size | None] = {}
+    for target in targets:
+        for name, shape in parts_of(lora, target).items():
+            shapes[(*target.path, name)] = shape
+    for entry in whole:
+        shapes[entry.paths[0]] = entry.leaf.shape
+    return check_leaves("lora.save", shapes, adapters)
+
+
+def _adapter_tensors(lora: Lora, targets: Sequence[Target], given: Mapping[Path, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of all adapters by PEFT's names, for each layer of each weight."""
+    # The adapted parameters of a module of experts, which PEFT nests in the order of the targets.
+    experts: dict[Path, list[Path]] = {}
+    for target in targets:
+        if target.layout.is_experts:
+            for path in target.paths:
+                experts.setdefault(path[:-1], []).append(path)
+    tensors: dict[str, Tensor] = {}
+    for target in targets:
+        parts = {name: given[(*target.path, name)].detach() for name in parts_of(lora, target)}
+        parts["A"], parts["B"] = factors(parts)
+        plain = {name: part for name, part in parts.items() if name not in FROZEN}
+        for path in target.paths:
+            later = 0
+            if target.layout.is_experts:
+                siblings = experts[path[:-1]]
+                later = len(siblings) - 1 - siblings.index(path)
+            tensors |= write_parts(target, path, plain, later)
+    return tensors
+
+
+def _write_folder(folder: str, tree: TensorDict, config: str, *, fsync: bool) -> None:
+    """Replace a folder by one with these tensors and this configuration, and its other files."""
+
+    def write(new: str) -> None:
+        if os.path.isdir(folder):
+            shutil.copytree(folder, new, symlinks=True, dirs_exist_ok=True)
+        save_tree(tree, os.path.join(new, _TENSORS), fsync=fsync)
+        with open(os.path.join(new, _CONFIG), "w", encoding="utf-8") as file:
+            file.write(config)
+            file.flush()
+            if fsync:
+                os.fsync(file.fileno())
+
+    replace_folder(folder, write, fsync=fsync)

@@ -1,0 +1,117 @@
+"""One step of a rule on all leaves: by a kernel on real tensors, leaf by leaf in transforms and compilers.
+
+`Optimizer.update` checks its trees and makes a `Run` of their leaves. `Run.step` calls the kernel (`step_in_place`), or
+`_step_plain`; both end in the functions of a `Rule`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdfunc._jit.tracing import recorder
+from tdfunc.optim.apart import lie_apart
+from tdfunc.optim.base import How
+from tdfunc.optim.execution import carry_graph, select_members, takes_kernels
+from tdfunc.optim.kernel import Layout, Read, Replay, Written, promote, shorten, step_in_place
+from tdfunc.optim.lists import Leaves, Lists, restore
+from tdfunc.optim.rule import Rule, Slots, Values, Work, number_of_step, read_values
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One step of one rule, with everything but the leaves."""
+
+    rule: Rule
+    # Any: floats, tensors and schedules, as in `Optimizer`.
+    hyper: Mapping[str, Any]
+    count: Tensor
+    tensors: dict[str, Tensor]
+    how: How
+    # Of the leaves, for messages.
+    names: Callable[[], list[str]]
+
+    def step(
+        self, params: Leaves, grads: Leaves, slots: Slots, scalars: dict[str, Tensor]
+    ) -> tuple[Leaves, Slots, dict[str, Tensor]]:
+        """Return the leaves of the parameters and of the slots, and the scalars, after the step."""
+        if not takes_kernels([*params, *grads]) or self._is_followed(params, grads):
+            return self._step_plain(params, grads, slots, scalars)
+        active = self.how.active
+        layout = Layout(tuple(slots), tuple(scalars), tuple(self.tensors))
+        old = layout.join_written(Written(params, slots, scalars))
+        reads = layout.join_read(Read(grads, self.count, self.tensors))
+        # To keep a member as it is, its old values must be there after the step.
+        donate = self.how.donate and active is None and lie_apart(partial(self._names_in, layout), old, reads)
+        with torch.no_grad():
+            new = old
+            if old and not donate:
+                new = list(torch._foreach_clone(old))  # pyright: ignore[reportPrivateImportUsage]
+            self._call_kernel(layout, new, reads)
+            if active is not None:
+                new = select_members(active, new, old)
+        for leaf, before in zip(new, params, strict=False):
+            if leaf is not before:
+                leaf.requires_grad_(before.requires_grad)
+        after = layout.split_written(new, len(params))
+        return after.params, after.slots, after.scalars
+
+    def _call_kernel(self, layout: Layout, writes: Leaves, reads: Leaves) -> None:
+        """Overwrite tensors by the step, now or at each replay of the trace that is recorded."""
+        kernel = partial(step_in_place, self.rule, self.hyper, layout)
+        trace = recorder()
+        if trace is None:
+            kernel(writes, reads)
+        else:
+            trace.call(Replay(kernel, partial(shorten, self.rule, self.hyper, layout)), writes, reads)
+
+    def _names_in(self, layout: Layout) -> list[str]:
+        """Return the names of the tensors in both flat lists."""
+        paths = self.names()
+        of_slots = [f"{slot}.{name}" for slot in layout.slots for name in paths]
+        of_grads = [f"gradient of {name}" for name in paths]
+        return [*paths, *of_slots, *layout.scalars, *of_grads, "step", *layout.tensors]
+
+    def _is_followed(self, params: Leaves, grads: Leaves) -> bool:
+        """Return whether autograd differentiates the step, by its arguments, a hyperparameter or a schedule."""
+        if not torch.is_grad_enabled():
+            return False
+        if carry_graph(params, grads):
+            return True
+        scheduled = [self._scheduled(value) for value in self.hyper.values() if callable(value)]
+        values = [*self.tensors.values(), *scheduled]
+        return any([isinstance(value, Tensor) and value.requires_grad for value in values])
+
+    def _scheduled(self, schedule: Callable[[Tensor], Any]) -> Any:
+        """Return the value of a schedule, or None where it reads its own tensors while a trace is recorded."""
+        watch = recorder()
+        # Else each replay calls the schedule itself, outside of the trace.
+        if watch is None:
+            return schedule(self.count)
+        return watch.attempt(lambda: schedule(self.count))
+
+    def _step_plain(
+        self, params: Leaves, grads: Leaves, slots: Slots, scalars: dict[str, Tensor]
+    ) -> tuple[Leaves, Slots, dict[str, Tensor]]:
+        """Step with functions that every transform supports."""
+        if not params:
+            return params, slots, scalars
+        numbers: Values = {name: value.double() for name, value in scalars.items()}
+        work = promote(Work(params, grads, slots, numbers, number_of_step(self.count.double()), self.count.dim()))
+        values = read_values(self.rule.name, self.hyper, self.count, self.tensors, self.count.shape)
+        self.rule.lists(Lists(inplace=False), work, values)
+        new = restore(work.params, params)
+        new_slots = {slot: restore(work.slots[slot], old) for slot, old in slots.items()}
+        new_scalars = {
+            name: torch.as_tensor(work.scalars[name], dtype=old.dtype, device=old.device).expand(old.shape)
+            for name, old in scalars.items()
+        }
+        active = self.how.active
+        if active is not None:
+            new = select_members(active, new, params)
+            new_slots = {slot: select_members(active, leaves, slots[slot]) for slot, leaves in new_slots.items()}
+            new_scalars = {name: torch.where(active, value, scalars[name]) for name, value in new_scalars.items()}
+        return new, new_slots, new_scalars
