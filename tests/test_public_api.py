@@ -70,6 +70,7 @@ def test_docs_list_every_public_name():
     assert exported == documented
 
 
+@pytest.mark.slow
 def test_one_spelling_of_a_size():
     """An argument is called `chunk_size`, except in `map`, where it has tensordict's name."""
     sources = [(path, ast.walk(ast.parse(path.read_text()))) for path in (ROOT / "tdfunc").rglob("*.py")]

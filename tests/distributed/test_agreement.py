@@ -442,6 +442,7 @@ def check_rounds(rank):
         assert ONE.all_reduce()["x"].tolist() == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_left_a_call(tmp_path):
     """All ranks raise at the next call, though it is the same one, and are in step again."""
     run_ranks(check_rounds, 2, tmp_path, timeout_s=TIMEOUT_S)

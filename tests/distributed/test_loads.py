@@ -98,6 +98,7 @@ def _differ(rank, home, wrong, match):
     assert manager.load(like=like)["w"].full_tensor().tolist() == [1.0] * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [

@@ -194,6 +194,7 @@ def _save_two_meshes(rank, folder, is_last):
     assert_same_parts(manager.load(like=tree), tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_last", [True, False])
 def test_leaves_on_a_row_of_the_mesh_are_written_once(is_last, tmp_path):
     """FSDP2 makes such trees of a model of which tensor parallelism leaves out layers."""
@@ -211,6 +212,7 @@ def _save_rows_that_differ(rank, folder):
         tdf.save(tree, folder / "tree.safetensors")
 
 
+@pytest.mark.slow
 def test_rows_of_a_mesh_with_other_values_are_refused(tmp_path):
     """No row is written in place of the other."""
     run_ranks(_save_rows_that_differ, 4, tmp_path, tmp_path)
@@ -218,6 +220,7 @@ def test_rows_of_a_mesh_with_other_values_are_refused(tmp_path):
     assert not (tmp_path / "tree.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_one_file_of_many_ranks(tmp_path):
     """Four ranks write one file, which every reader reads, and ranks by slices onto meshes of 2 x 2, 3 and 4."""
     run_ranks(_save, 4, tmp_path, tmp_path)
@@ -269,6 +272,7 @@ def _save_columns(rank, folder, rows):
         (folder / f"rows-{rank}").write_text(str(count))
 
 
+@pytest.mark.slow
 def test_leaves_that_are_sharded_on_an_inner_dimension(tmp_path):
     """On one machine no row takes a system call; the file has the same bytes as if each row had taken one."""
     run_ranks(_save_columns, 2, tmp_path, tmp_path, 1000)

@@ -68,6 +68,7 @@ def call_in_each(rank, wraps, constant):
             assert rows.all_reduce()["x"].tolist() == [3.0, 3.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wraps", "constant"),
     [

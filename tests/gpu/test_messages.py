@@ -1,5 +1,6 @@
 """Trees between ranks over nccl, a rank for each GPU; over gloo on the CPU."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -28,6 +29,7 @@ def exchange(rank, kind):
         assert_trees_equal(found.cpu(), (tree - rank + (rank - 1) % size).cpu())
 
 
+@pytest.mark.slow
 def test_messages(tmp_path, device):
     """Collectives and messages move trees from device to device."""
     is_gpu = device.type == "cuda"
