@@ -153,7 +153,7 @@ def test_a_sweep_on_ray(cluster, tmp_path):
     calls = sweeps.calls_of(tmp_path)
     assert calls[32].count(1) > 1
     assert all(rungs == sorted(rungs) and set(rungs) == set(range(sweeps.RUNGS)) for rungs in calls.values())
-    with pytest.raises(WorkerError, match=r"member 37 must train:(?s:.*)FloatingPointError: no"):
+    with pytest.raises(WorkerError, match=r"member 37 cannot be trained:(?s:.*)FloatingPointError: no"):
         tdf.sweep.train_blocks(
             sweeps.begin(64), sweeps.fail_at_37, 2, folder=tmp_path / "other", block=16, executor=cluster
         )
