@@ -6,7 +6,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tdfunc import TensorDict
-from tdfunc.optim import adafactor, adamw, chain, clip_by_global_norm, clip_by_member_norm, ema, lookahead, muon
+from tdfunc.optim import (
+    accumulate,
+    adafactor,
+    adamw,
+    chain,
+    clip_by_global_norm,
+    clip_by_member_norm,
+    ema,
+    lookahead,
+    muon,
+)
 from tests.helpers import assert_trees_equal
 from tests.optim.table import RULES, train
 
@@ -72,3 +82,19 @@ def test_members_with_rates_of_their_own(name, mesh, generator):
 def test_around_rules(opt, mesh, generator):
     """Averages and clips take them, too."""
     assert_trained_alike(opt, mesh, generator)
+
+
+@pytest.mark.parametrize(
+    "opt",
+    [adamw(0.1), muon(0.1), ema(adamw(0.1), 0.9), accumulate(adamw(0.1), 1), lookahead(adamw(0.1), 2)],
+    ids=["adamw", "muon", "ema", "accumulate", "lookahead"],
+)
+def test_parameters_after_a_step_are_leaves_of_autograd(opt, mesh, generator):
+    """Parameters that require grad, as FSDP2 has them, keep no graph of their training."""
+    tree = TensorDict({"x": distribute_tensor(torch.randn(3, 2, generator=generator), mesh, [Shard(0)])})
+    params = tree.apply(lambda leaf: torch.nn.Parameter(leaf))
+
+    trained, state = train(opt.update, opt.init(params), params, [tree] * 3)
+
+    assert trained["x"].requires_grad
+    assert all(leaf.grad_fn is None for tree in (trained, state) for leaf in tree.leaves())
