@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tdfunc import random
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.context import has_values
+from tdfunc.core.context import has_values, in_functorch, is_compiling
 from tdfunc.core.errors import (
     BatchSizeError,
     WorkerError,
@@ -381,11 +381,16 @@ def successive_halving(
 def keep_best(kept: T, tree: T, improved: Tensor) -> T:
     """Return each member from `tree` if it has improved, else from `kept`.
 
+    Outside of transforms the result does not require grad.
+
     Shapes:
         `improved` is (E,), as in the state of `EarlyStopping`.
     """
     _check_members("keep_best", "improved", improved, kept._batch_size[:1])
-    return torch.where(improved, tree, kept)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    # Live Parameters would add a node to the graph of the kept weights at each call.
+    is_followed = torch.is_grad_enabled() and (in_functorch() or is_compiling())
+    with torch.set_grad_enabled(is_followed):
+        return torch.where(improved, tree, kept)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 class _Blocks(NamedTuple):

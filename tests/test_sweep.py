@@ -252,6 +252,25 @@ def test_keep_best_takes_rows(fn):
     assert fn(old, new, improved)["w"][:, 0].tolist() == [1, 0, 1]
 
 
+def test_the_best_of_live_parameters_keep_no_graph():
+    """A loop over an `EnsembleModule` keeps weights, and not a graph that grows."""
+    live = TensorDict({"w": nn.Parameter(torch.zeros(2, 3))}, [2])
+
+    kept = sweep.keep_best(live, live, torch.tensor([True, False]))
+
+    assert not kept["w"].requires_grad
+
+
+def test_the_best_can_be_differentiated_in_a_transform():
+    """Under `torch.func.grad` the chosen members have a derivative."""
+    tree = TensorDict({"w": torch.ones(2)}, [2])
+    improved = torch.tensor([True, False])
+
+    grads = torch.func.grad(lambda new: sweep.keep_best(tree, new, improved)["w"].sum())(tree)
+
+    assert grads["w"].tolist() == [1.0, 0.0]
+
+
 TREE = tdf.TensorDict({"w": torch.zeros(3)}, [3])
 KEY, STOPPING = random.key(0), sweep.EarlyStopping(1)
 MESSAGES = [

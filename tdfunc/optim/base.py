@@ -59,7 +59,8 @@ class AbstractOptimizer(ABC):
         It works under `torch.vmap`, `torch.func.grad`, `tdfunc.jit` and `torch.compile`. Outside of transforms a step
         is differentiated if a gradient or a hyperparameter in the state requires grad, or a parameter is the result of
         such a step. Otherwise a leaf that requires grad becomes one that does. Detach gradients of
-        `create_graph=True` if their steps are not differentiated: the graph would grow with each step.
+        `create_graph=True` if their steps are not differentiated: the graph would grow with each step. A warning
+        names a graph of 100 steps.
 
         Args:
             params: The tree to train.

@@ -25,6 +25,10 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.walk import Difference, list_leaves, list_paths, same_keys, zip_trees
 from tdfunc.optim.lists import LOW_PRECISION, Coefficient, Leaves, wide_dtype
 
+# The entry of a node's metadata that counts steps, and the count at which a loop is likely not to differentiate them.
+_STEPS = "tdfunc_steps"
+_MANY_STEPS = 100
+
 
 # Any: the check is for values of other types.
 def check_tree(call: str, what: str, value: Any) -> None:
@@ -78,6 +82,41 @@ def warn_narrow(name: str, leaves: Leaves) -> None:
             hint=f"tdfunc.optim.masters({name}(...)) keeps what rounding cuts off; a warnings filter hides this.",
         )
         warnings.warn(message, stacklevel=3)
+
+
+def warn_graph(name: str, before: Sequence[Leaves], after: Sequence[Leaves]) -> None:
+    """Warn if autograd keeps the graph of many steps, as in a loop that never differentiates through them.
+
+    Each node says how many steps its graph holds.
+
+    Args:
+        name: The name of the rule.
+        before: The parameters and the slots before the step.
+        after: The same after it.
+    """
+    steps = 1
+    for node in _first_nodes(before):
+        steps = max(steps, node.metadata.get(_STEPS, 0) + 1)
+    for node in _first_nodes(after):
+        node.metadata[_STEPS] = steps
+    if steps == _MANY_STEPS:
+        message = explain(
+            f"{name}: autograd keeps the graph of {steps} steps, and memory grows with each step.",
+            expected="gradients and parameters that do not require grad, unless you differentiate through the steps",
+            hint="train params.detach(), and detach other trees that the loss reads, such as from_module(model); "
+            "or call under torch.no_grad(). A warnings filter hides this.",
+        )
+        warnings.warn(message, stacklevel=3)
+
+
+# Any: a node of autograd, whose metadata torch does not declare.
+def _first_nodes(columns: Sequence[Leaves]) -> list[Any]:
+    """Return the node of the first leaf of each list that has one."""
+    found: list[Any] = []
+    for leaves in columns:
+        nodes = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
+        found += nodes[:1]
+    return found
 
 
 def check_keys(name: str, what: str, params: TensorCollection, other: Any) -> None:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from tdfunc._jit.tracing import recorder
+from tdfunc.core.context import in_functorch, is_compiling
 from tdfunc.optim.apart import lie_apart
 from tdfunc.optim.base import How
+from tdfunc.optim.checks import warn_graph
 from tdfunc.optim.execution import carry_graph, select_members, takes_kernels
 from tdfunc.optim.kernel import Layout, Read, Replay, Written, promote, shorten, step_in_place
 from tdfunc.optim.lists import Leaves, Lists, restore
@@ -38,8 +40,17 @@ class Run:
         self, params: Leaves, grads: Leaves, slots: Slots, scalars: dict[str, Tensor]
     ) -> tuple[Leaves, Slots, dict[str, Tensor]]:
         """Return the leaves of the parameters and of the slots, and the scalars, after the step."""
-        if not takes_kernels([*params, *grads]) or self._is_followed(params, grads):
+        if is_compiling() or in_functorch():
             return self._step_plain(params, grads, slots, scalars)
+        if self._is_followed(params, grads):
+            after = self._step_plain(params, grads, slots, scalars)
+            warn_graph(self.rule.name, [params, *slots.values()], [after[0], *after[1].values()])
+            return after
+        if not takes_kernels([*params, *grads]):
+            with torch.no_grad():
+                after = self._step_plain(params, grads, slots, scalars)
+            _keep_requires_grad(after[0], params)
+            return after
         active = self.how.active
         layout = Layout(tuple(slots), tuple(scalars), tuple(self.tensors))
         old = layout.join_written(Written(params, slots, scalars))
@@ -53,9 +64,7 @@ class Run:
             self._call_kernel(layout, new, reads)
             if active is not None:
                 new = select_members(active, new, old)
-        for leaf, before in zip(new, params, strict=False):
-            if leaf is not before:
-                leaf.requires_grad_(before.requires_grad)
+        _keep_requires_grad(new, params)
         after = layout.split_written(new, len(params))
         return after.params, after.slots, after.scalars
 
@@ -115,3 +124,10 @@ class Run:
             new_slots = {slot: select_members(active, leaves, slots[slot]) for slot, leaves in new_slots.items()}
             new_scalars = {name: torch.where(active, value, scalars[name]) for name, value in new_scalars.items()}
         return new, new_slots, new_scalars
+
+
+def _keep_requires_grad(new: Leaves, old: Leaves) -> None:
+    """Let the new parameters, the first of a list, require grad where the old ones do."""
+    for leaf, before in zip(new, old, strict=False):
+        if leaf is not before:
+            leaf.requires_grad_(before.requires_grad)

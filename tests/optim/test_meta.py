@@ -148,3 +148,42 @@ def test_a_part_without_a_graph_is_followed_with_the_others(name):
 
     assert a.grad.item() == 0.0
     assert b.grad.item() == 3.0
+
+
+LOOPS = {
+    "adam": tdf.optim.adam(1e-3),
+    "sgd": tdf.optim.sgd(1e-3),
+    "around": tdf.optim.accumulate(tdf.optim.ema(tdf.optim.adamw(1e-3), 0.9), 1),
+    "masters": tdf.optim.masters(tdf.optim.adamw(1e-3)),
+    "part": tdf.optim.masked(tdf.optim.adamw(1e-3), "bias"),
+}
+
+
+def train_module(opt, params, steps):
+    """Train by gradients of torch.func, which carry a graph where parameters require grad."""
+    state = opt.init(params)
+    for _ in range(steps):
+        grads = torch.func.grad(lambda tree: sum(leaf.square().sum() for leaf in tree.leaves()))(params)
+        params, state = opt.update(params, grads, state)
+    return params
+
+
+@pytest.mark.parametrize("opt", LOOPS.values(), ids=LOOPS)
+def test_a_loop_that_keeps_its_graph_warns(opt):
+    """A loop over the live Parameters of a module keeps the graph of all its steps."""
+    with pytest.warns(UserWarning, match="keeps the graph of 100 steps"):
+        train_module(opt, tdf.from_module(torch.nn.Linear(2, 1)), 101)
+
+
+def test_a_loop_of_detached_parameters_keeps_no_graph():
+    """As the warning says: it is not raised, and the parameters have no graph."""
+    trained = train_module(LOOPS["adam"], tdf.from_module(torch.nn.Linear(2, 1)).detach(), 101)
+    assert all(leaf.grad_fn is None for leaf in trained.leaves())
+
+
+def test_parameters_that_are_detached_between_steps_do_not_warn():
+    """The steps are counted from the last parameters without a graph."""
+    params = tdf.from_module(torch.nn.Linear(2, 1))
+    for _ in range(3):
+        params = train_module(LOOPS["sgd"], params, 60).detach().apply(lambda leaf: leaf.requires_grad_())
+    assert params["weight"].requires_grad

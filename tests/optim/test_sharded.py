@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from tdfunc import TensorDict
 from tdfunc.optim import (
+    accumulate,
     adafactor,
     adamw,
     apply_if_finite,
@@ -136,3 +137,19 @@ def _train_by_sums(rank, name):
 def test_gradients_that_ranks_have_parts_of(name, tmp_path):
     """A batch that is sharded gives each rank a part of the sum."""
     run_ranks(_train_by_sums, 2, tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    "opt",
+    [adamw(0.1), muon(0.1), ema(adamw(0.1), 0.9), accumulate(adamw(0.1), 1), lookahead(adamw(0.1), 2)],
+    ids=["adamw", "muon", "ema", "accumulate", "lookahead"],
+)
+def test_parameters_after_a_step_are_leaves_of_autograd(opt, mesh, generator):
+    """Parameters that require grad, as FSDP2 has them, keep no graph of their training."""
+    tree = TensorDict({"x": distribute_tensor(torch.randn(3, 2, generator=generator), mesh, [Shard(0)])})
+    params = tree.apply(lambda leaf: torch.nn.Parameter(leaf))
+
+    trained, state = train(opt.update, opt.init(params), params, [tree] * 3)
+
+    assert trained["x"].requires_grad
+    assert all(leaf.grad_fn is None for tree in (trained, state) for leaf in tree.leaves())
