@@ -227,7 +227,8 @@ def dispatch(
         dest: The keys to return, or the name of the attribute that holds them.
 
     Raises:
-        TypeError: A value is given by position and by keyword.
+        TypeError: A value is given by position and by keyword, or the first value is a dict with all in keys, which
+            would be the value of the first of them.
 
     Examples:
         >>> class Sum(nn.Module):
@@ -252,9 +253,12 @@ def dispatch(
         first = args[0] if args else kwargs.get("tensordict")
         if isinstance(first, TreeMethods):
             return fn(self, *args, **kwargs)
+        in_keys = getattr(self, source) if isinstance(source, str) else source
+        if isinstance(first, dict):
+            _refuse_entries(self, first, in_keys)
         values: dict[NestedKey, Any] = {}
         rest = list(args)
-        for key in getattr(self, source) if isinstance(source, str) else source:
+        for key in in_keys:
             name = separator.join(unravel(key))
             if rest:
                 if name in kwargs:
@@ -270,6 +274,18 @@ def dispatch(
         return found
 
     return forward
+
+
+def _refuse_entries(module: Any, given: dict[Any, Any], in_keys: Sequence[NestedKey]) -> None:
+    """Raise if a dict has the in keys of a module, and so is meant as its tree."""
+    first_parts = [unravel(key)[0] for key in in_keys]
+    if first_parts and all([part in given for part in first_parts]):
+        raise error(
+            TypeError,
+            f"{type(module).__name__}: a dict is not a tree; it would be the value of {in_keys[0]!r}.",
+            got=f"a dict with {brief(list(given))}",
+            hint="TensorDict(values) makes a tree of it, and module(**values) gives the values of the in keys.",
+        )
 
 
 def read_inputs(module: nn.Module, tensordict: Any, keys: Sequence[NestedKey]) -> list[Any]:

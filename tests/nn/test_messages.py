@@ -97,6 +97,11 @@ MESSAGES = [
      "Normal has no median.*'median'"),
     (lambda: type("Odd", (TensorClassModuleBase,), {"input_type": None}, wrong=1), TypeError, "keyword arg"),
     (lambda: define(), TypeError, r"Bare does not name the classes.*TensorClassModuleBase\[In, Out\]"),
+    (
+        lambda: TensorDictModule(lambda x: x, "x", "y")({"x": torch.ones(1)}),
+        TypeError,
+        r"(?s)a dict is not a tree; it would be the value of 'x'.*TensorDict\(values\)",
+    ),
     (lambda: dispatch(lambda self, td: td), TypeError, r"called 'tensordict'.*\(self, td\)"),
     (
         lambda: LINEAR.reset_parameters_recursive(tdf.TensorDict({"module": {"w": torch.zeros(3)}})),
