@@ -27,7 +27,7 @@ Padded = tuple[Any, Any]
 class Padding(NamedTuple):
     """The options of padding, and the nodes that are padded already."""
 
-    value: Callable[[Path], Any]
+    value: Callable[[Path, Any], Any]
     left: bool
     masks: bool
     # The only dimension of a leaf whose lengths may differ; None for all.
@@ -128,21 +128,22 @@ def pad_trees(trees: Sequence[Any], dim: int, value: Any, side: str, masks: bool
     return _pad([_dense_pair(tree, padding) for tree in trees], dim, (), padding)
 
 
-def _values(trees: Sequence[Any], value: Any) -> Callable[[Path], Any]:
+def _values(trees: Sequence[Any], value: Any) -> Callable[[Path, Any], Any]:
+    """Return the function from the path of a leaf, and the value that its class has for pads or None, to its value."""
     if not isinstance(value, dict):
-        return lambda _: value
+        return lambda path, own: value if own is None else own
     given: dict[NestedKey, Any] = value
     table = {unravel(key): number for key, number in given.items()}
     for path in table:
         if not has(trees[0], path):
             raise missing(path, trees[0]._keys(), "pad")
 
-    def nearest(path: Path) -> Any:
-        """Return the value of the longest given path that leads to the leaf."""
+    def nearest(path: Path, own: Any) -> Any:
+        """Return the value of the longest given path that leads to the leaf, or the one of its class."""
         for length in range(len(path), 0, -1):
             if path[:length] in table:
                 return table[path[:length]]
-        return 0
+        return 0 if own is None else own
 
     return nearest
 
@@ -165,7 +166,8 @@ def _pad(pairs: Sequence[Padded], dim: int, at: Path, padding: Padding) -> Padde
         ids = _ids_of(nodes, path)
         if ids not in padding.done:
             inner = [None if mask is None else mask._data[key] for _, mask in pairs]
-            made = _pad_nodes(list(zip(nodes, inner, strict=True)), dim, ndim, path, padding)
+            own = getattr(type(first), "_pads", {}).get(key)
+            made = _pad_nodes(list(zip(nodes, inner, strict=True)), dim, ndim, path, padding, own)
             padding.done[ids] = (nodes, made)
         _, (padded, mask) = padding.done[ids]
         data[key] = padded
@@ -192,7 +194,8 @@ def _largest(sizes: Iterable[Sequence[int]]) -> list[int]:
     return [max(each) for each in zip(*sizes, strict=True)]
 
 
-def _pad_nodes(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding: Padding) -> Padded:
+# Any: a number.
+def _pad_nodes(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding: Padding, own: Any) -> Padded:
     """Pad the nodes under one key, given with the masks that they have already."""
     node = pairs[0][0]
     if isinstance(node, TensorCollection):
@@ -200,7 +203,7 @@ def _pad_nodes(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding: 
         return _pad(inner, dim, at, padding)
     if isinstance(node, NonTensorBase):
         return _pad_values(pairs, dim, padding)
-    return _pad_leaves(pairs, dim, ndim, at, padding)
+    return _pad_leaves(pairs, dim, ndim, at, padding, own)
 
 
 def _common_static(trees: Sequence[Any]) -> Static | None:
@@ -209,11 +212,12 @@ def _common_static(trees: Sequence[Any]) -> Static | None:
     return None if static == NO_STATIC else static
 
 
-def _pad_leaves(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding: Padding) -> Padded:
+# Any: a number.
+def _pad_leaves(pairs: Sequence[Padded], dim: int, ndim: int, at: Path, padding: Padding, own: Any) -> Padded:
     leaves: list[Tensor] = [leaf for leaf, _ in pairs]
     _check_leaves(leaves, "pad", at)
     full = _largest([leaf.shape for leaf in leaves])
-    value = padding.value(at)
+    value = padding.value(at, own)
     # The dimensions in which the lengths differ, counted from 1.
     ragged: list[int] = []
     for i, length in enumerate(full):

@@ -91,6 +91,8 @@ class TensorClass(_Typed):
     _hints: ClassVar[dict[str, Any]] = {}
     # True if a constructor must compare values with annotations, also those that are tensors.
     _looks_up: ClassVar[bool] = False
+    # The value of a field at pads, where it is not the one that the caller of `pad` gives.
+    _pads: ClassVar[dict[str, Any]] = {}
     # A lazy stack of instances has other keys than the fields.
     _any_key: ClassVar[bool] = False
     __slots__ = ()

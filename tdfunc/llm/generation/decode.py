@@ -102,7 +102,9 @@ def read_prompts(model: Any, ids_BT: Tensor, mask_BT: Tensor | None, *, cached: 
     else:
         valid = mask_BT.to(torch.int64)
     positions = (valid.cumsum(1) - 1).clamp(min=0)
-    logits = next_logits(model, ids_BT, mask_BT, positions, cache)
+    # Not every family counts from 0 (RoBERTa): without pads and a cache its own positions are right.
+    is_plain = cache is None and mask_BT is None
+    logits = next_logits(model, ids_BT, mask_BT, None if is_plain else positions, cache)
     ids = None if cached else ids_BT
     return logits, Context(model, cache, ids, mask_BT, positions[:, -1:])
 

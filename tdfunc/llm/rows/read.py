@@ -10,6 +10,7 @@ import torch
 from torch import Size, Tensor
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import is_known
 from tdfunc.core.errors import LeafMismatchError, MissingKeyError, brief
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.types import NestedKey, Path
@@ -112,6 +113,7 @@ def _find_fields(td: TensorCollection, record: Any, source: Path, field: str) ->
 def _read_padded(td: TensorCollection, keys: TokenKeys, fields: _Fields, call: str) -> TokenBatch:
     """Return tokens of one length."""
     values = fields.values
+    _check_joined(td, fields, call)
     if fields.field in values:
         ids = values[fields.field]
     else:
@@ -129,6 +131,35 @@ def _read_padded(td: TensorCollection, keys: TokenKeys, fields: _Fields, call: s
         # A mask of other tokens, as of a conversation before its reply.
         assistant = None
     return TokenBatch(ids.reshape(rows), mask.reshape(rows), lead, prompt, assistant=assistant)
+
+
+def _check_joined(td: TensorCollection, fields: _Fields, call: str) -> None:
+    """Raise if ragged rows were padded field by field, so that `full` is not the prompts followed by the responses.
+
+    Raises:
+        LeafMismatchError: The message has both shapes.
+    """
+    if len(fields.places) < 3 or not _has_false(get_value(td, (*fields.places["full"][:-1], "padded"), None)):
+        return
+    full = fields.values["full"]
+    joined = torch.cat([fields.values["prompt"], fields.values["response"]], -1)
+    if full.shape == joined.shape and not is_known(full):
+        return
+    if full.shape == joined.shape and torch.equal(full, joined):
+        return
+    raise LeafMismatchError(
+        f"{call}: the tokens were ragged and are padded field by field, so that responses have no common beginning.",
+        expected=f"`full` as the prompts followed by the responses, shape {tuple(joined.shape)}",
+        got=f"shape {tuple(full.shape)}, with other pads",
+        hint="use the ragged stack and pad the result, or generate with pad_output=True.",
+    )
+
+
+# Any: a value, or lists of the values of a batch.
+def _has_false(value: Any) -> bool:
+    if isinstance(value, list):
+        return any([_has_false(each) for each in value])
+    return value is False
 
 
 # Any: the field `full`, if the tree has it.

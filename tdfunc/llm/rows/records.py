@@ -90,3 +90,5 @@ class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgum
     adjusted: Tensor | None = None
     version: str | int | None = None
     padded: bool | None = None
+    # 0 is an id.
+    _pads = {"support": -1}

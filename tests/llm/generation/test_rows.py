@@ -59,6 +59,26 @@ def test_greedy_responses_are_those_of_transformers(name, is_even):
     assert [response[3:6] for response in found] == [(None, None, None)] * len(rows)
 
 
+@pytest.mark.parametrize("lengths", [(5,), (5, 5), (6, 2, 5)], ids=["alone", "one length", "pads"])
+def test_positions_that_do_not_begin_at_zero_are_the_models_own(lengths):
+    """RoBERTa counts positions from behind its padding id."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    config = hf.RobertaConfig(
+        **sizes, num_hidden_layers=2, initializer_range=0.3, is_decoder=True, max_position_embeddings=64
+    )
+    torch.manual_seed(0)
+    model = hf.RobertaForCausalLM(config).eval()
+    lm, params, buffers = causal_lm(model)
+    rows = prompts(lengths)
+
+    found = generate_tokens(lm, params, rows, parse(eos_token_ids=()), buffers=buffers)
+
+    scored = [response.log_probs for response in found]
+    whole = [torch.cat([row, response.tokens]) for row, response in zip(rows, found, strict=True)]
+    alone = [row_log_probs(model, ids)[len(row) - 1 :] for row, ids in zip(rows, whole, strict=True)]
+    torch.testing.assert_close(scored, alone, atol=5e-4, rtol=0)
+
+
 NUCLEUS = {"temperature": 0.9, "top_p": 0.8}
 
 
