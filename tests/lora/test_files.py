@@ -1,7 +1,9 @@
 """Adapter files without PEFT: round trips, orientations of experts, Kohya's names, and what is refused."""
 
 import copy
+import errno
 import json
+import os
 import pickle
 import re
 from pathlib import Path
@@ -530,3 +532,69 @@ def test_layers_of_a_thousand_names_load(tmp_path):
 
     again = copy.deepcopy(lora).init(params, key=0, apply=apply)
     assert again.paths() == adapters.paths()
+
+
+def saved_beside(folder, **kwargs):
+    """Save an adapter to a folder that has other files."""
+    apply, params, _ = tdf.functional(nn.Sequential(nn.Linear(3, 4)))
+    lora = Lora("0.weight", rank=2)
+    tdf.lora.save(folder, lora, trained(lora, params, apply, 0), apply, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["log.txt", "runs/a/events"])
+def test_an_open_log_in_the_folder_goes_on(name, tmp_path):
+    """A program that has another file of the folder open writes to the file that stays."""
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+
+    with open(tmp_path / name, "w") as log:
+        log.write("before ")
+        log.flush()
+        saved_beside(tmp_path)
+        log.write("after")
+
+    assert (tmp_path / name).read_text() == "before after"
+
+
+def test_other_files_are_not_copied(tmp_path):
+    """A folder may have checkpoints that are larger than the disk has room for twice."""
+    (tmp_path / "big.bin").write_bytes(b"1")
+    before = (tmp_path / "big.bin").stat().st_ino
+
+    saved_beside(tmp_path)
+
+    assert (tmp_path / "big.bin").stat().st_ino == before
+
+
+def test_other_files_are_copied_where_a_file_has_one_name(tmp_path, monkeypatch):
+    """Some file systems have no hard links."""
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    (tmp_path / "README.md").write_text("card")
+    monkeypatch.setattr(os, "link", refuse)
+
+    saved_beside(tmp_path)
+
+    assert (tmp_path / "README.md").read_text() == "card"
+
+
+@pytest.mark.parametrize("here", [".", "inner"])
+def test_the_current_folder_is_not_replaced(here, tmp_path, monkeypatch):
+    """The process would be left in a deleted folder, where no file can be written."""
+    (tmp_path / here).mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path / here)
+
+    with pytest.raises(FileExistsError, match=r"lora\.save .*contains the current folder"):
+        saved_beside(tmp_path)
+
+
+def test_a_link_to_the_folder_stays(tmp_path):
+    """An adapter saved through a link is in the folder that the link leads to, for example on another disk."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk")
+
+    saved_beside(tmp_path / "out")
+
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "adapter_config.json").exists()

@@ -37,7 +37,7 @@ from tdfunc.modules.functional import Apply
 from tdfunc.ops.base.reading import entries, get, iter_items
 from tdfunc.storage.api import load as load_tree
 from tdfunc.storage.api import save as save_tree
-from tdfunc.storage.disk.commit import replace_folder
+from tdfunc.storage.disk import commit
 
 # More are a filter by complete paths: each glob is matched against each leaf, and combined filters are nested.
 _MAX_GLOBS = 32
@@ -264,6 +264,7 @@ def save(
     Raises:
         TreeStructureError: The adapters and `lora` have different leaves.
         LeafMismatchError: A leaf has another shape. Save stacked adapters one by one.
+        FileExistsError: The folder contains the current folder.
         UnsupportedError: PEFT does not have such adapters: DoRA of experts, changes of grouped convolutions, or modules
             that are partly trained whole.
     """
@@ -281,7 +282,8 @@ def save(
         tensors[name] = given[path].detach()
     tree = TensorDict({PREFIX + name: leaf.contiguous() for name, leaf in tensors.items()}).unflatten_keys(".")
     text = json.dumps(entries_of_config, indent=2, sort_keys=True)
-    _write_folder(os.path.abspath(os.fspath(folder)), tree, text, fsync=fsync)
+    # A link stays, and the folder that it leads to is replaced.
+    _write_folder(os.path.realpath(os.fspath(folder)), tree, text, fsync=fsync)
 
 
 def _given_leaves(
@@ -321,15 +323,41 @@ def _adapter_tensors(lora: Lora, targets: Sequence[Target], given: Mapping[Path,
 
 def _write_folder(folder: str, tree: TensorDict, config: str, *, fsync: bool) -> None:
     """Replace a folder by one with these tensors and this configuration, and its other files."""
+    commit.check_current(folder, "lora.save")
 
     def write(new: str) -> None:
-        if os.path.isdir(folder):
-            shutil.copytree(folder, new, symlinks=True, dirs_exist_ok=True)
         save_tree(tree, os.path.join(new, _TENSORS), fsync=fsync)
         with open(os.path.join(new, _CONFIG), "w", encoding="utf-8") as file:
             file.write(config)
             file.flush()
             if fsync:
                 os.fsync(file.fileno())
+        # Last, so that little time is left in which other programs add files to the old folder.
+        if os.path.isdir(folder) and _keep_others(folder, new) and fsync:
+            commit.sync_files(new)
 
-    replace_folder(folder, write, fsync=fsync)
+    commit.replace_folder(folder, write, call="lora.save", fsync=fsync)
+
+
+def _keep_others(old: str, new: str) -> bool:
+    """Give the other files of a folder a name in the new one; return whether there are any."""
+    others = [name for name in os.listdir(old) if name not in (_TENSORS, _CONFIG)]
+    if not others:
+        return False
+
+    def written(folder: str, names: list[str]) -> list[str]:
+        if folder == old:
+            return [name for name in names if name in (_TENSORS, _CONFIG)]
+        return []
+
+    shutil.copytree(old, new, symlinks=True, ignore=written, copy_function=_link, dirs_exist_ok=True)
+    return True
+
+
+def _link(old: str, new: str) -> None:
+    """Give a file a second name: a program that has it open, such as a log, still writes to the file that stays."""
+    try:
+        os.link(old, new)
+    except OSError:
+        # Not all file systems have files of two names.
+        shutil.copy2(old, new)
