@@ -38,6 +38,7 @@ from tdfunc.ops.base.reading import entries, get, iter_items
 from tdfunc.storage.api import load as load_tree
 from tdfunc.storage.api import save as save_tree
 from tdfunc.storage.disk import commit
+from tdfunc.storage.disk.remote import as_name, local_folder
 
 # More are a filter by complete paths: each glob is matched against each leaf, and combined filters are nested.
 _MAX_GLOBS = 32
@@ -77,7 +78,7 @@ def load(
     Source:
         The files of PEFT 0.17 to 0.21. Before 0.19, PEFT used the first dimension of fused experts as their inputs.
     """
-    contents = _read_file(os.fspath(path), params, prefix)
+    contents = _read_file(as_name(path), params, prefix)
     layouts = None
     if apply is not None:
         layouts = layouts_of(module_of(apply))
@@ -268,6 +269,9 @@ def save(
         UnsupportedError: PEFT does not have such adapters: DoRA of experts, changes of grouped convolutions, or modules
             that are partly trained whole.
     """
+    place = local_folder(
+        folder, "lora.save", reason="the folder is replaced as a whole", hint="save to a local folder, and upload it."
+    )
     module = module_of(apply)
     base = from_module(module)
     targets, whole = find_targets(lora, entries(base), layouts_of(module))
@@ -283,7 +287,7 @@ def save(
     tree = TensorDict({PREFIX + name: leaf.contiguous() for name, leaf in tensors.items()}).unflatten_keys(".")
     text = json.dumps(entries_of_config, indent=2, sort_keys=True)
     # A link stays, and the folder that it leads to is replaced.
-    _write_folder(os.path.realpath(os.fspath(folder)), tree, text, fsync=fsync)
+    _write_folder(os.path.realpath(place), tree, text, fsync=fsync)
 
 
 def _given_leaves(
