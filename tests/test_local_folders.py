@@ -12,23 +12,27 @@ from tests.lora.layers import trained
 
 
 def save_adapter(folder):
+    """Save an adapter to a folder."""
     apply, params, _ = tdf.functional(nn.Sequential(nn.Linear(3, 4)))
     lora = tdf.lora.Lora("0.weight", rank=2)
     tdf.lora.save(folder, lora, trained(lora, params, apply, 0), apply)
 
 
 def save_model(folder):
+    """Save a model of transformers to a folder."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 16}
     model = AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=1, **sizes))
     tdf.llm.save_pretrained(tdf.from_module(model), folder, model=model)
 
 
 def sweep(folder):
+    """Train members with their checkpoints in a folder."""
     run = TensorDict({"lr": torch.ones(2)}, [2])
     tdf.sweep.train_blocks(run, lambda run, rung: (run, run["lr"]), rungs=1, folder=folder, block=2, num_workers=0)
 
 
 def cache_tokens(folder):
+    """Keep tokens in a folder."""
     tdf.llm.load_tokens(make_tokenizer(), ["a"], cache_dir=folder)
 
 
