@@ -1,7 +1,6 @@
 """Adapter files without PEFT: round trips, orientations of experts, Kohya's names, and what is refused."""
 
 import copy
-import errno
 import json
 import os
 import pickle
@@ -565,28 +564,29 @@ def test_other_files_are_not_copied(tmp_path):
     assert (tmp_path / "big.bin").stat().st_ino == before
 
 
-def test_other_files_are_copied_where_a_file_has_one_name(tmp_path, monkeypatch):
-    """Some file systems have no hard links."""
+@pytest.mark.parametrize("files", [[], ["log.txt"]])
+def test_the_current_folder_stays_itself(files, tmp_path, monkeypatch):
+    """A process in a folder that was replaced could write no file there."""
+    monkeypatch.chdir(tmp_path)
+    for name in files:
+        Path(name).write_text("")
 
-    def refuse(*args, **kwargs):
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+    saved_beside(".")
 
-    (tmp_path / "README.md").write_text("card")
-    monkeypatch.setattr(os, "link", refuse)
-
-    saved_beside(tmp_path)
-
-    assert (tmp_path / "README.md").read_text() == "card"
+    assert sorted(os.listdir()) == sorted([*files, "adapter_config.json", "adapter_model.safetensors"])
 
 
-@pytest.mark.parametrize("here", [".", "inner"])
-def test_the_current_folder_is_not_replaced(here, tmp_path, monkeypatch):
-    """The process would be left in a deleted folder, where no file can be written."""
-    (tmp_path / here).mkdir(exist_ok=True)
-    monkeypatch.chdir(tmp_path / here)
+def test_a_run_in_the_folder_goes_on_in_the_background(tmp_path):
+    """Steps that a thread saves meanwhile are in the folder that stays."""
+    tree = tdf.TensorDict({"a": torch.zeros(100_000)})
+    manager = tdf.CheckpointManager(tmp_path / "run", async_save=True)
 
-    with pytest.raises(FileExistsError, match=r"lora\.save .*contains the current folder"):
+    for step in range(8):
+        manager.save(step, tree)
         saved_beside(tmp_path)
+    manager.wait()
+
+    assert manager.steps() == list(range(8))
 
 
 def test_a_link_to_the_folder_stays(tmp_path):

@@ -2,8 +2,8 @@
 
 import json
 import os
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -250,12 +250,15 @@ def save(
     config: Mapping[str, Any] | None = None,
     fsync: bool = True,
 ) -> None:
-    """Save adapters as a folder that PEFT loads; at every moment it contains either the old adapter or the new one.
+    """Save adapters as a folder that PEFT loads.
+
+    A new folder, and one with an adapter alone, contains either the old adapter or the new one at every moment. In a
+    folder with other files, which stay, the old configuration is removed first: for a moment there is no adapter.
 
     A start of `"pissa"` or `"olora"` is written as plain LoRA of twice the rank, relative to the base itself.
 
     Args:
-        folder: The folder; other files in it stay.
+        folder: The folder.
         lora: The choice.
         adapters: The adapters of one model, not stacked.
         apply: The function of the base, which contains the layers of the weights.
@@ -265,12 +268,11 @@ def save(
     Raises:
         TreeStructureError: The adapters and `lora` have different leaves.
         LeafMismatchError: A leaf has another shape. Save stacked adapters one by one.
-        FileExistsError: The folder contains the current folder.
         UnsupportedError: PEFT does not have such adapters: DoRA of experts, changes of grouped convolutions, or modules
             that are partly trained whole.
     """
     place = local_folder(
-        folder, "lora.save", reason="the folder is replaced as a whole", hint="save to a local folder, and upload it."
+        folder, "lora.save", reason="files are locked and renamed", hint="save to a local folder, and upload it."
     )
     module = module_of(apply)
     base = from_module(module)
@@ -326,8 +328,7 @@ def _adapter_tensors(lora: Lora, targets: Sequence[Target], given: Mapping[Path,
 
 
 def _write_folder(folder: str, tree: TensorDict, config: str, *, fsync: bool) -> None:
-    """Replace a folder by one with these tensors and this configuration, and its other files."""
-    commit.check_current(folder, "lora.save")
+    """Replace the adapter in a folder; other files in it stay."""
 
     def write(new: str) -> None:
         save_tree(tree, os.path.join(new, _TENSORS), fsync=fsync)
@@ -336,32 +337,36 @@ def _write_folder(folder: str, tree: TensorDict, config: str, *, fsync: bool) ->
             file.flush()
             if fsync:
                 os.fsync(file.fileno())
-        # Last, so that little time is left in which other programs add files to the old folder.
-        if os.path.isdir(folder) and _keep_others(folder, new) and fsync:
-            commit.sync_files(new)
 
-    commit.replace_folder(folder, write, call="lora.save", fsync=fsync)
+    if os.path.isdir(folder) and _is_used(folder):
+        _replace_inside(folder, write, fsync=fsync)
+    else:
+        commit.replace_folder(folder, write, call="lora.save", fsync=fsync)
 
 
-def _keep_others(old: str, new: str) -> bool:
-    """Give the other files of a folder a name in the new one; return whether there are any."""
-    others = [name for name in os.listdir(old) if name not in (_TENSORS, _CONFIG)]
-    if not others:
+def _is_used(folder: str) -> bool:
+    """Return whether a folder has other files, to which a program may write, or is a program's current folder."""
+    if set(os.listdir(folder)) - {_TENSORS, _CONFIG}:
+        return True
+    try:
+        return os.path.samefile(folder, os.getcwd())
+    except FileNotFoundError:
+        # The current folder was deleted.
         return False
 
-    def written(folder: str, names: list[str]) -> list[str]:
-        if folder == old:
-            return [name for name in names if name in (_TENSORS, _CONFIG)]
-        return []
 
-    shutil.copytree(old, new, symlinks=True, ignore=written, copy_function=_link, dirs_exist_ok=True)
-    return True
-
-
-def _link(old: str, new: str) -> None:
-    """Give a file a second name: a program that has it open, such as a log, still writes to the file that stays."""
-    try:
-        os.link(old, new)
-    except OSError:
-        # Not all file systems have files of two names.
-        shutil.copy2(old, new)
+def _replace_inside(folder: str, write: Callable[[str], None], *, fsync: bool) -> None:
+    """Move new files into a folder that stays itself: a program with an open log in it goes on writing to the log."""
+    tensors = os.path.join(folder, _TENSORS)
+    config = os.path.join(folder, _CONFIG)
+    with commit.naming("lora.save", folder, "the adapter was not replaced"), commit.locked(folder):
+        commit.sweep(folder, tensors)
+        with commit.staged_folder(tensors) as new:
+            write(new)
+            # First, so that no reader meets the configuration of one adapter with the factors of another one.
+            with suppress(FileNotFoundError):
+                os.unlink(config)
+            os.rename(os.path.join(new, _TENSORS), tensors)
+            os.rename(os.path.join(new, _CONFIG), config)
+        if fsync:
+            commit.sync_folder(folder)

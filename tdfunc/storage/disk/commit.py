@@ -281,21 +281,6 @@ def replace_folder(
     return result
 
 
-def check_current(path: str, call: str) -> None:
-    """Raise if the current folder is in a folder that would be replaced: the process would be left in a deleted one."""
-    # A current folder that was deleted is not inside of this one.
-    with suppress(FileNotFoundError):
-        here = os.path.realpath(os.getcwd())
-        if os.path.join(here, "").startswith(os.path.join(path, "")):
-            raise error(
-                FileExistsError,
-                f"{call} {path}: the folder contains the current folder, and would be replaced.",
-                expected="a folder without the current one",
-                got=f"the current folder {here}",
-                hint="name a folder in it, such as './tree', or call os.chdir() first.",
-            )
-
-
 @contextmanager
 def staged_folder(path: str) -> Generator[str, None, None]:
     """Make a temporary folder beside `path` for files that are moved out of it; the rest is removed at the end."""

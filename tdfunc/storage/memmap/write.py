@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -256,7 +257,17 @@ def check_target(path: str, call: str, *, exist_ok: bool) -> None:
 
     A folder is replaced as a whole, so other files in it would be deleted.
     """
-    commit.check_current(path, call)
+    # A current folder that was deleted is not inside of this one.
+    with suppress(FileNotFoundError):
+        here = os.path.realpath(os.getcwd())
+        if os.path.join(here, "").startswith(os.path.join(path, "")):
+            raise error(
+                FileExistsError,
+                f"{call} {path}: the folder contains the current folder, and would be replaced.",
+                expected="a folder without the current one",
+                got=f"the current folder {here}",
+                hint="name a folder in it, such as './tree', or call os.chdir() first.",
+            )
     try:
         if not os.listdir(path):
             return
