@@ -356,7 +356,7 @@ def _is_used(folder: str) -> bool:
 
 
 def _replace_inside(folder: str, write: Callable[[str], None], *, fsync: bool) -> None:
-    """Move new files into a folder that stays itself: a program with an open log in it goes on writing to the log."""
+    """Move new files into a folder that stays itself, so that the open log of a program remains in it."""
     tensors = os.path.join(folder, _TENSORS)
     config = os.path.join(folder, _CONFIG)
     with commit.naming("lora.save", folder, "the adapter was not replaced"), commit.locked(folder):
