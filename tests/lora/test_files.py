@@ -14,6 +14,7 @@ from torch import nn
 
 import tdfunc as tdf
 from tdfunc.lora import Lora
+from tdfunc.lora._files import api
 from tdfunc.lora._files.writing import short_names
 from tests.lora.layers import MODULES, NO_BIAS, NOT_IN_PEFT, Tied, TiedLinear, experts, trained
 
@@ -587,6 +588,26 @@ def test_a_run_in_the_folder_goes_on_in_the_background(tmp_path):
     manager.wait()
 
     assert manager.steps() == list(range(8))
+
+
+@pytest.mark.parametrize("before", ["no folder", "an empty folder", "an adapter"])
+def test_files_that_appear_during_the_save_stay(before, tmp_path, monkeypatch):
+    """A program may begin to use the folder after the save has looked at it."""
+    folder = tmp_path / "out"
+    if before != "no folder":
+        folder.mkdir()
+    if before == "an adapter":
+        saved_beside(folder)
+
+    def save_late(*args, **kwargs):
+        tdf.save(*args, **kwargs)
+        folder.mkdir(exist_ok=True)
+        (folder / "log.txt").write_text("kept")
+
+    monkeypatch.setattr(api, "save_tree", save_late)
+    saved_beside(folder)
+
+    assert sorted(os.listdir(folder)) == ["adapter_config.json", "adapter_model.safetensors", "log.txt"]
 
 
 def test_a_link_to_the_folder_stays(tmp_path):

@@ -338,21 +338,33 @@ def _write_folder(folder: str, tree: TensorDict, config: str, *, fsync: bool) ->
             if fsync:
                 os.fsync(file.fileno())
 
-    if os.path.isdir(folder) and _is_used(folder):
-        _replace_inside(folder, write, fsync=fsync)
-    else:
-        commit.replace_folder(folder, write, call="lora.save", fsync=fsync)
+    def check() -> None:
+        if os.path.isdir(folder) and not _is_adapter_alone(folder):
+            raise FileExistsError(f"lora.save {folder}: another program uses the folder.")
+
+    # An empty folder may be one that another program has just made for its own files.
+    is_new = not os.path.isdir(folder)
+    if is_new or _is_adapter_alone(folder):
+        try:
+            commit.replace_folder(folder, write, call="lora.save", check=check, overwrite=not is_new, fsync=fsync)
+            return
+        except FileExistsError:
+            # A program has put files into it since the first look.
+            if not os.path.isdir(folder):
+                raise
+    _replace_inside(folder, write, fsync=fsync)
 
 
-def _is_used(folder: str) -> bool:
-    """Return whether a folder has other files, to which a program may write, or is a program's current folder."""
-    if set(os.listdir(folder)) - {_TENSORS, _CONFIG}:
-        return True
+def _is_adapter_alone(folder: str) -> bool:
+    """Return whether a folder has an adapter and nothing else, and is not the current folder."""
+    names = set(os.listdir(folder))
+    if not names or names - {_TENSORS, _CONFIG}:
+        return False
     try:
-        return os.path.samefile(folder, os.getcwd())
+        return not os.path.samefile(folder, os.getcwd())
     except FileNotFoundError:
         # The current folder was deleted.
-        return False
+        return True
 
 
 def _replace_inside(folder: str, write: Callable[[str], None], *, fsync: bool) -> None:
