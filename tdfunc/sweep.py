@@ -37,6 +37,7 @@ from tdfunc.ops.base.reading import iter_items
 from tdfunc.random.draws import KeyLike, key_of
 from tdfunc.storage.disk.commit import Descriptor, lock
 from tdfunc.storage.disk.raw import raw_bytes
+from tdfunc.storage.disk.remote import local_folder
 from tdfunc.storage.manager.manager import CheckpointManager
 from tdfunc.storage.tree.encode import outline
 
@@ -545,7 +546,7 @@ def train_blocks(
     """
     rungs = as_count("train_blocks: rungs", rungs)
     block = as_count("train_blocks: block", block)
-    blocks = _Blocks(train, rungs, os.path.abspath(folder))
+    blocks = _Blocks(train, rungs, os.path.abspath(local_folder(folder, "train_blocks")))
     os.makedirs(blocks.folder, exist_ok=True)
     members = torch.arange(run._batch_size[0], device="cpu")
     tree = TensorCollection._open({"run": run, "member": members}, [len(members)])

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 
 import tdfunc as tdf
 from tdfunc.lora import Lora
+from tdfunc.lora.files import api
 from tdfunc.lora.files.writing import short_names
 from tests.lora.layers import MODULES, NO_BIAS, NOT_IN_PEFT, Tied, TiedLinear, experts, trained
 
@@ -548,3 +550,90 @@ def test_layers_of_a_thousand_names_load(tmp_path):
 
     again = copy.deepcopy(lora).init(params, key=0, apply=apply)
     assert again.paths() == adapters.paths()
+
+
+def saved_beside(folder, **kwargs):
+    """Save an adapter to a folder that has other files."""
+    apply, params, _ = tdf.functional(nn.Sequential(nn.Linear(3, 4)))
+    lora = Lora("0.weight", rank=2)
+    tdf.lora.save(folder, lora, trained(lora, params, apply, 0), apply, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["log.txt", "runs/a/events"])
+def test_an_open_log_in_the_folder_goes_on(name, tmp_path):
+    """A program that has another file of the folder open writes to the file that stays."""
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+
+    with open(tmp_path / name, "w") as log:
+        log.write("before ")
+        log.flush()
+        saved_beside(tmp_path)
+        log.write("after")
+
+    assert (tmp_path / name).read_text() == "before after"
+
+
+def test_other_files_are_not_copied(tmp_path):
+    """A folder may have checkpoints that are larger than the disk has room for twice."""
+    (tmp_path / "big.bin").write_bytes(b"1")
+    before = (tmp_path / "big.bin").stat().st_ino
+
+    saved_beside(tmp_path)
+
+    assert (tmp_path / "big.bin").stat().st_ino == before
+
+
+@pytest.mark.parametrize("files", [[], ["log.txt"]])
+def test_the_current_folder_stays_itself(files, tmp_path, monkeypatch):
+    """A process in a folder that was replaced could write no file there."""
+    monkeypatch.chdir(tmp_path)
+    for name in files:
+        Path(name).write_text("")
+
+    saved_beside(".")
+
+    assert sorted(os.listdir()) == sorted([*files, "adapter_config.json", "adapter_model.safetensors"])
+
+
+def test_a_run_in_the_folder_goes_on_in_the_background(tmp_path):
+    """Steps that a thread saves meanwhile are in the folder that stays."""
+    tree = tdf.TensorDict({"a": torch.zeros(100_000)})
+    manager = tdf.CheckpointManager(tmp_path / "run", async_save=True)
+
+    for step in range(8):
+        manager.save(step, tree)
+        saved_beside(tmp_path)
+    manager.wait()
+
+    assert manager.steps() == list(range(8))
+
+
+@pytest.mark.parametrize("before", ["no folder", "an empty folder", "an adapter"])
+def test_files_that_appear_during_the_save_stay(before, tmp_path, monkeypatch):
+    """A program may begin to use the folder after the save has looked at it."""
+    folder = tmp_path / "out"
+    if before != "no folder":
+        folder.mkdir()
+    if before == "an adapter":
+        saved_beside(folder)
+
+    def save_late(*args, **kwargs):
+        tdf.save(*args, **kwargs)
+        folder.mkdir(exist_ok=True)
+        (folder / "log.txt").write_text("kept")
+
+    monkeypatch.setattr(api, "save_tree", save_late)
+    saved_beside(folder)
+
+    assert sorted(os.listdir(folder)) == ["adapter_config.json", "adapter_model.safetensors", "log.txt"]
+
+
+def test_a_link_to_the_folder_stays(tmp_path):
+    """An adapter saved through a link is in the folder that the link leads to, for example on another disk."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk")
+
+    saved_beside(tmp_path / "out")
+
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "adapter_config.json").exists()

@@ -37,6 +37,7 @@ from tdfunc.parallel.progress import progress_bar
 from tdfunc.random import permutation
 from tdfunc.storage.api import load, save
 from tdfunc.storage.disk.commit import Descriptor, lock, make_folder
+from tdfunc.storage.disk.remote import local_folder
 
 # In the key of a cache: another number where stored rows change.
 _FORMAT = 4
@@ -301,7 +302,8 @@ def load_tokens(
     if cache_dir is None:
         made = _tokenize(plan, records, None, progress)
     else:
-        made = _cached(plan, records, os.path.abspath(os.fspath(cache_dir)), verify=verify, progress=progress)
+        folder = local_folder(cache_dir, "load_tokens: cache_dir")
+        made = _cached(plan, records, os.path.abspath(folder), verify=verify, progress=progress)
     return TokenDataset(made, pad_id, name)
 
 

@@ -16,6 +16,7 @@ from tdfunc.core.keys import dotted
 from tdfunc.llm.folders.files import read_beside, write_beside
 from tdfunc.ops.display.text import count_text
 from tdfunc.storage.api import save
+from tdfunc.storage.disk.remote import local_folder
 from tdfunc.storage.safetensors.index import SINGLE, TORCH_NAMES
 from tdfunc.storage.safetensors.saved import open as open_saved
 
@@ -105,6 +106,12 @@ def save_pretrained(
         TieError: Leaves that are tied in the model differ.
         UnsupportedError: The names or shapes would differ from the source.
     """
+    place = local_folder(
+        folder,
+        "save_pretrained",
+        reason="the files beside the weights are written here",
+        hint="save to a local folder, and upload it.",
+    )
     # Any: an attribute of transformers' models.
     config: Any = getattr(model, "config", None)
     if config is None:
@@ -131,10 +138,10 @@ def save_pretrained(
     else:
         beside = _generation_file(model)
     beside[_CONFIG_FILE] = _config_file(model, beside.get(_CONFIG_FILE), loaded, _dtype_name(named))
-    os.makedirs(folder, exist_ok=True)
+    os.makedirs(place, exist_ok=True)
     tree = TensorCollection._open(dict(named)).unflatten_keys(".")
-    save(tree, folder, max_shard_size=max_shard_size)
-    write_beside(os.fspath(folder), beside)
+    save(tree, place, max_shard_size=max_shard_size)
+    write_beside(place, beside)
 
 
 def _generation_file(model: nn.Module, given: bytes | None = None) -> dict[str, bytes]:

@@ -2,8 +2,8 @@
 
 import json
 import os
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,8 @@ from tdfunc.modules.functional import Apply
 from tdfunc.ops.base.reading import entries, get, iter_items
 from tdfunc.storage.api import load as load_tree
 from tdfunc.storage.api import save as save_tree
-from tdfunc.storage.disk.commit import replace_folder
+from tdfunc.storage.disk import commit
+from tdfunc.storage.disk.remote import as_name, local_folder
 
 # More are a filter by complete paths: each glob is matched against each leaf, and combined filters are nested.
 _MAX_GLOBS = 32
@@ -77,7 +78,7 @@ def load(
     Source:
         The files of PEFT 0.17 to 0.21. Before 0.19, PEFT used the first dimension of fused experts as their inputs.
     """
-    contents = _read_file(os.fspath(path), params, prefix)
+    contents = _read_file(as_name(path), params, prefix)
     layouts = None
     if apply is not None:
         layouts = layouts_of(module_of(apply))
@@ -249,12 +250,15 @@ def save(
     config: Mapping[str, Any] | None = None,
     fsync: bool = True,
 ) -> None:
-    """Save adapters as a folder that PEFT loads; at every moment it contains either the old adapter or the new one.
+    """Save adapters as a folder that PEFT loads.
+
+    A new folder, and one with an adapter alone, contains either the old adapter or the new one at every moment. In a
+    folder with other files, which stay, the old configuration is removed first: for a moment there is no adapter.
 
     A start of `"pissa"` or `"olora"` is written as plain LoRA of twice the rank, relative to the base itself.
 
     Args:
-        folder: The folder; other files in it stay.
+        folder: The folder.
         lora: The choice.
         adapters: The adapters of one model, not stacked.
         apply: The function of the base, which contains the layers of the weights.
@@ -267,6 +271,9 @@ def save(
         UnsupportedError: PEFT does not have such adapters: DoRA of experts, changes of grouped convolutions, or modules
             that are partly trained whole.
     """
+    place = local_folder(
+        folder, "lora.save", reason="files are locked and renamed", hint="save to a local folder, and upload it."
+    )
     module = module_of(apply)
     base = from_module(module)
     targets, whole = find_targets(lora, entries(base), layouts_of(module))
@@ -281,7 +288,8 @@ def save(
         tensors[name] = given[path].detach()
     tree = TensorDict({PREFIX + name: leaf.contiguous() for name, leaf in tensors.items()}).unflatten_keys(".")
     text = json.dumps(entries_of_config, indent=2, sort_keys=True)
-    _write_folder(os.path.abspath(os.fspath(folder)), tree, text, fsync=fsync)
+    # A link stays, and the folder that it leads to is replaced.
+    _write_folder(os.path.realpath(place), tree, text, fsync=fsync)
 
 
 def _given_leaves(
@@ -320,11 +328,9 @@ def _adapter_tensors(lora: Lora, targets: Sequence[Target], given: Mapping[Path,
 
 
 def _write_folder(folder: str, tree: TensorDict, config: str, *, fsync: bool) -> None:
-    """Replace a folder by one with these tensors and this configuration, and its other files."""
+    """Replace the adapter in a folder; other files in it stay."""
 
     def write(new: str) -> None:
-        if os.path.isdir(folder):
-            shutil.copytree(folder, new, symlinks=True, dirs_exist_ok=True)
         save_tree(tree, os.path.join(new, _TENSORS), fsync=fsync)
         with open(os.path.join(new, _CONFIG), "w", encoding="utf-8") as file:
             file.write(config)
@@ -332,4 +338,47 @@ def _write_folder(folder: str, tree: TensorDict, config: str, *, fsync: bool) ->
             if fsync:
                 os.fsync(file.fileno())
 
-    replace_folder(folder, write, fsync=fsync)
+    def check() -> None:
+        if os.path.isdir(folder) and not _is_adapter_alone(folder):
+            raise FileExistsError(f"lora.save {folder}: another program uses the folder.")
+
+    # An empty folder may be one that another program has just made for its own files.
+    is_new = not os.path.isdir(folder)
+    if is_new or _is_adapter_alone(folder):
+        try:
+            commit.replace_folder(folder, write, call="lora.save", check=check, overwrite=not is_new, fsync=fsync)
+            return
+        except FileExistsError:
+            # A program has put files into it since the first look.
+            if not os.path.isdir(folder):
+                raise
+    _replace_inside(folder, write, fsync=fsync)
+
+
+def _is_adapter_alone(folder: str) -> bool:
+    """Return whether a folder has an adapter and nothing else, and is not the current folder."""
+    names = set(os.listdir(folder))
+    if not names or names - {_TENSORS, _CONFIG}:
+        return False
+    try:
+        return not os.path.samefile(folder, os.getcwd())
+    except FileNotFoundError:
+        # The current folder was deleted.
+        return True
+
+
+def _replace_inside(folder: str, write: Callable[[str], None], *, fsync: bool) -> None:
+    """Move new files into a folder that stays itself, so that the open log of a program remains in it."""
+    tensors = os.path.join(folder, _TENSORS)
+    config = os.path.join(folder, _CONFIG)
+    with commit.naming("lora.save", folder, "the adapter was not replaced"), commit.locked(folder):
+        commit.sweep(folder, tensors)
+        with commit.staged_folder(tensors) as new:
+            write(new)
+            # First, so that no reader meets the configuration of one adapter with the factors of another one.
+            with suppress(FileNotFoundError):
+                os.unlink(config)
+            os.rename(os.path.join(new, _TENSORS), tensors)
+            os.rename(os.path.join(new, _CONFIG), config)
+        if fsync:
+            commit.sync_folder(folder)

@@ -49,15 +49,17 @@ def find(path: "str | bytes | os.PathLike[str]") -> str:
     return locate(name)
 
 
-def local_folder(path: "str | bytes | os.PathLike[str]", call: str) -> str:
-    """Return the name of a folder of this machine."""
+def local_folder(
+    path: "str | bytes | os.PathLike[str]",
+    call: str,
+    *,
+    reason: str = "files are mapped or locked",
+    hint: str = "tdfunc.save(tree, url) writes to other machines.",
+) -> str:
+    """Return the name of a folder of this machine. Without this, a URL is the name of a new folder here."""
     name = as_name(path)
     if is_remote(name):
-        raise UnsupportedError(
-            f"{call} {name}: files are mapped or locked.",
-            expected="a folder of this machine",
-            hint="tdfunc.save(tree, url) writes to other machines.",
-        )
+        raise UnsupportedError(f"{call} {name}: {reason}.", expected="a folder of this machine", hint=hint)
     return name
 
 
