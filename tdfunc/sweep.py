@@ -129,7 +129,7 @@ def random_search(key: KeyLike, members: int, **spaces: Space) -> "TensorDict":
 def uniform(low: float, high: float) -> Callable[[Tensor, int], Tensor]:
     """Return a space of uniform numbers in [low, high)."""
     if not low <= high:
-        raise error(ValueError, "uniform: high must not be below low.", expected=f">= {low}", got=high)
+        raise error(ValueError, "uniform: high is below low.", expected=f">= {low}", got=high)
     return lambda key, shape: random.uniform(key, shape, minval=low, maxval=high)
 
 

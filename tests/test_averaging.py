@@ -307,8 +307,8 @@ MESSAGES = [
     (lambda: averaging.update_bn(*NORM, []), ValueError, "`batches` is empty.*used up"),
     (lambda: averaging.SWAG(1), ValueError, "rank must be 0, or at least 2.*1"),
     (lambda: averaging.SWAG().init(TensorDict({"n": torch.ones(2).long()})), tdf.LeafMismatchError, "SWAG.init.*'n'"),
-    *[(lambda rule=rule: rule.init({}), TypeError, "init: params must be a tree.*dict") for rule in RULES.values()],
-    *[(lambda rule=rule: rule.update({}, rule.init(STACK)), TypeError, "update: params must be a tree.*dict")
+    *[(lambda rule=rule: rule.init({}), TypeError, "init: params is not a tree.*dict") for rule in RULES.values()],
+    *[(lambda rule=rule: rule.update({}, rule.init(STACK)), TypeError, "update: params is not a tree.*dict")
       for rule in RULES.values()],
     (lambda: averaging.Snapshots(0), ValueError, "members must be at least 1.*0"),
     (lambda: averaging.cosine_cycles(0.1, 0), ValueError, "cycle_steps must be at least 1.*0"),

@@ -113,7 +113,7 @@ OF_KINDS = (
         rare=("program", 202, 219),
     ),
     Accepted(ONE_SHAPE, has_lazy, is_refused),
-    Accepted(NO_TREE, has_lazy, only_ours_raises("must keep one tree at least")),
+    Accepted(NO_TREE, has_lazy, only_ours_raises("no tree of the lazy stack is left")),
     Accepted(FIELDS, has_typed, only_ours_raises("has no field")),
     Accepted(FIELDS, has_typed, named("delete", "pop"), only_ours_raises("no key"), rare=("program", 201, 191)),
     Accepted(

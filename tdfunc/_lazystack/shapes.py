@@ -97,7 +97,7 @@ def pick(stack: Any, parts: Sequence[Any]) -> Any:
 def nest(stack: Any, trees: Sequence[Any], sizes: Sequence[int], dim: int) -> Any:
     """Return trees in row-major order as a lazy stack (of lazy stacks), whose dimensions start at `dim`."""
     if 0 in sizes:
-        raise error(IndexError, "index: a lazy stack must keep one tree at least.", got="an index of none")
+        raise error(IndexError, "index: no tree of the lazy stack is left.", got="an index of none")
     if len(sizes) > 1:
         count = prod(sizes[1:])
         groups = [trees[i : i + count] for i in range(0, len(trees), count)]

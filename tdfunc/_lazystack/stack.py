@@ -214,7 +214,7 @@ class LazyStack(TreeMethods):
         if self._dim:
             raise error(
                 ValueError,
-                "nested: the trees must be stacked along dimension 0.",
+                "nested: the trees are not stacked along dimension 0.",
                 got=f"stack_dim {self._dim}",
                 hint="permute() the batch dimensions first, which moves no data.",
             )
@@ -259,7 +259,7 @@ class LazyStack(TreeMethods):
         if given is not None and given[dim] is not None:
             raise error(
                 ValueError,
-                f"with_names: the stack dimension {dim} must have no name.",
+                f"with_names: the stack dimension {dim} cannot have a name.",
                 got=repr(given[dim]),
                 hint="pad() or dense() first.",
             )
@@ -374,7 +374,7 @@ class LazyStack(TreeMethods):
             items = cast("Sequence[Any]", value)
             if len(items) != count:
                 raise BatchSizeError(
-                    "A list or tuple of values for a lazy stack must have one for each tree.",
+                    "The list or tuple does not have one value for each tree of the lazy stack.",
                     expected=f"{count} values",
                     got=f"{len(items)}",
                     hint="wrap one value for all as NonTensorData(value).",
@@ -393,7 +393,7 @@ class LazyStack(TreeMethods):
         size = tuple(value._batch_size if is_tree else value.shape)
         if size[dim : dim + 1] != (count,):
             raise BatchSizeError(
-                "The value must have one part for each tree of the lazy stack, along its dimension.",
+                "The value does not have one part for each tree of the lazy stack, along its dimension.",
                 expected=f"{count} at dimension {dim}",
                 got=f"{'batch size' if is_tree else 'shape'} {list(size)}",
                 hint="give one value for each tree, in a tuple.",

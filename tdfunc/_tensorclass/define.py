@@ -56,7 +56,7 @@ def build(cls: Any, values: dict[str, Any], batch_size: Any, device: Any, names:
     if not isinstance(result, cls):
         raise error(
             TypeError,
-            f"{cls.__name__}.__post_init__ must return an instance.",
+            f"{cls.__name__}.__post_init__ did not return an instance.",
             expected=f"a {cls.__name__}, or None for no change",
             got=type(result).__name__,
             hint="return self.replace(field=value).",

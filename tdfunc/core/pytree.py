@@ -191,7 +191,7 @@ def _check_vmap(children: tuple[Any, ...], context: Context, dim: int, ndim: int
     taken = _taken_dim(children, context, dim, ndim)
     if taken is not None:
         raise BatchSizeError(
-            "vmap: in_dims must be in front of the dimension along which a lazy stack holds its trees.",
+            "vmap: in_dims is not in front of the dimension along which a lazy stack holds its trees.",
             expected=f"a dimension before {dim}",
             got=f"in_dims={taken}",
             hint="permute() the stack so that its own dimension comes last (no copy); to map over the trees, write "

@@ -58,7 +58,7 @@ def as_names(names: Sequence[str | None] | None, ndim: int) -> Names | None:
     if len(result) != ndim or len(set(given)) != len(given):
         raise error(
             ValueError,
-            "names: there must be one distinct name, or None, for each batch dimension.",
+            "names: there is not one distinct name, or None, for each batch dimension.",
             expected=f"{ndim} names",
             got=repr(result),
         )
@@ -223,7 +223,7 @@ def normalize_index(index: Any, size: Size) -> tuple[Any, ...]:
     for item in items:
         if item is Ellipsis:
             if skipped < 0:
-                raise error(IndexError, "index: there must be one Ellipsis at most.", got=repr(index))
+                raise error(IndexError, "index: there is more than one Ellipsis.", got=repr(index))
             parts += [_ALL] * skipped
             dim = dim + skipped
             skipped = -1
@@ -293,7 +293,7 @@ def _index_item(item: Any, whole: Any) -> Any:
     if item.dtype not in _INDEX_DTYPES:
         raise error(
             IndexError,
-            "index: a tensor must hold integers or bools.",
+            "index: a tensor does not hold integers or bools.",
             expected="int64, int32 or bool",
             got=str(item.dtype),
         )
@@ -326,7 +326,7 @@ def _bad_index(item: Any, whole: Any) -> IndexError:
         hint += f" Keys are text: td[{keys}]."
     return error(
         IndexError,
-        "index: each item must be an index.",
+        "index: an item is not an index.",
         expected="int, slice, Ellipsis, None, bool, or a tensor, list, range or array of ints or bools",
         got=f"{item!r} in {whole!r}",
         hint=hint,

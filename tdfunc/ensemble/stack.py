@@ -69,7 +69,7 @@ def stack_modules(modules: Sequence[nn.Module]) -> "TensorDict":
     if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
         raise error(
             TypeError,
-            "stack_modules: modules must be a list.",
+            "stack_modules: modules is not a list.",
             expected="a list of modules",
             got=type(modules).__name__,
             hint="init_ensemble(make, members) makes new ones.",

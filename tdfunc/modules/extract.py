@@ -53,7 +53,7 @@ def unwrap(module: nn.Module, call: str) -> nn.Module:
         UnsupportedError: It is a ScriptModule, or a quantized module of packed weights.
     """
     if not isinstance(module, nn.Module):
-        raise error(TypeError, f"{call}: the module must be an nn.Module.", got=type(module).__name__)
+        raise error(TypeError, f"{call}: the module is not an nn.Module.", got=type(module).__name__)
     # By name: an isinstance test would import torch._dynamo.
     while "_orig_mod" in module._modules and type(module).__name__ == "OptimizedModule":
         module = module._modules["_orig_mod"]  # pyright: ignore[reportAssignmentType]

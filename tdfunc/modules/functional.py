@@ -221,7 +221,7 @@ class Apply:
             state = self._traced.owners[path].get_extra_state()
             if not all(_same(value, state) for value in values):
                 raise UnsupportedError(
-                    f"apply: the extra state {dotted(path)!r} of a member must equal the module's.",
+                    f"apply: the extra state {dotted(path)!r} of a member differs from the module's.",
                     expected=f"{state!r} for all members",
                     got=f"{values[:3]!r}",
                     hint="run the members one by one: apply(tree[i], x) sets each one's extra state.",

@@ -204,7 +204,7 @@ class FromMethods(TensorCollection):
         """
         if not dataframe.columns.is_unique:
             raise MissingKeyError(
-                "from_pandas: the names of columns must differ.",
+                "from_pandas: two columns have one name.",
                 got=str(list(dataframe.columns)),
                 hint="rename one of them.",
             )
@@ -248,7 +248,7 @@ def _as_array(leaf: Tensor, call: str, at: Path) -> Any:
         return leaf.numpy(force=True)
     except (TypeError, RuntimeError) as err:
         raise UnsupportedError(
-            f"{call}: {dotted(at)!r} must have a dtype and layout of numpy.",
+            f"{call}: {dotted(at)!r} does not have a dtype and layout of numpy.",
             got=f"{leaf.dtype}, {leaf.layout}, on {leaf.device}",
             hint="td.to(torch.float32) casts." if leaf.is_floating_point() and leaf.device.type != "meta" else None,
         ) from err

@@ -36,7 +36,7 @@ def check_tree(call: str, what: str, value: Any) -> None:
     if not isinstance(value, TensorCollection):
         raise error(
             TypeError,
-            f"{call}: {what} must be a tree.",
+            f"{call}: {what} is not a tree.",
             expected="a TensorDict",
             got=type(value).__name__,
             hint="TensorDict(params) makes one of a dict; tdfunc.functional(module) gives a module's.",

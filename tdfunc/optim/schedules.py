@@ -218,7 +218,7 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
             got=f"{len(schedules)} schedules, boundaries {brief(list(boundaries))}",
         )
     if list(boundaries) != sorted(boundaries):
-        raise error(ValueError, "join_schedules: boundaries must ascend.", got=brief(list(boundaries)))
+        raise error(ValueError, "join_schedules: boundaries do not ascend.", got=brief(list(boundaries)))
 
     def value(step: Tensor) -> Tensor:
         joined = _at(step, schedules[0](step))

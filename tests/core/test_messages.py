@@ -56,12 +56,12 @@ FILTERS = [
 INDICES = [
     (lambda index=index: TREE[index], IndexError, message)
     for index, message in [
-        ((Ellipsis, Ellipsis), "one Ellipsis at most"),
+        ((Ellipsis, Ellipsis), "more than one Ellipsis"),
         ((0, 0, 0), r"at most 2 for batch size \[2, 3\].*3 in \(0, 0, 0\)"),
         (("a", 0), r"'a' in \('a', 0\).*do not mix.*Keys are text: td\['a', '0'\]"),
         (("a", slice(2)), r"'a' in \('a', slice.*td\[index\]\[key\] reads, td.at\[key\].apply\(fn\) writes\.$"),
         (["a", "b"], r"\['a', 'b'\].*td\.select\('a', 'b'\)"),
-        (1.5, "must be an index.*1.5"),
+        (1.5, "is not an index.*1.5"),
         (torch.tensor([0.5]), "int64, int32 or bool.*torch.float32"),
         ([0.5], "int64, int32 or bool.*torch.float32"),
         ([[0, 1], [1]], r"\[\[0, 1\], \[1\]\]"),

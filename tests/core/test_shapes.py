@@ -77,7 +77,7 @@ def test_bools_of_numpy():
 
 def test_floats_of_numpy_are_refused():
     """A float of numpy is no index."""
-    with pytest.raises(IndexError, match=r"must be an index(.|\n)*float32"):
+    with pytest.raises(IndexError, match=r"is not an index(.|\n)*float32"):
         TensorDict({"a": X}, [2, 3])[np.float32(1)]
 
 

@@ -78,7 +78,7 @@ def share_statistics():
 MESSAGES = [
     # Stacking.
     (lambda: tdf.stack_modules([]), ValueError, "`modules` is empty", "at least one", "[]"),
-    (lambda: tdf.stack_modules(LAYER), TypeError, "modules must be a list", "Linear", "init_ensemble"),
+    (lambda: tdf.stack_modules(LAYER), TypeError, "modules is not a list", "Linear", "init_ensemble"),
     (lambda: tdf.stack_modules([nn.Sequential(nn.LazyLinear(2)) for _ in range(2)]), tdf.UnsupportedError,
      "stack_modules: '0.weight' of LazyLinear", "example input"),
     (lambda: tdf.unstack(tdf.from_module(LAYER)), IndexError, "batch dimension 0 does not exist"),

@@ -13,7 +13,7 @@ NO_ONE_TENSOR = (
 
 ROWS = [
     (lambda t: lazy_stack([]), ValueError, "no trees were given"),
-    (lambda t: lazy_stack([t, {}]), TypeError, r"each must be a tree(.|\n)*dict at 1"),
+    (lambda t: lazy_stack([t, {}]), TypeError, r"an argument is not a tree(.|\n)*dict at 1"),
     (lambda t: lazy_stack([tree(2), Message("a", torch.zeros(2))]), TreeStructureError, "TensorDict\n.*Message"),
     (lambda t: lazy_stack([tree(2), tree(2)[0]]), BatchSizeError, r"numbers of batch dimensions.*\n.*\[2\]\n.*\[\]"),
     (lambda t: lazy_stack([tree(2)], 2), IndexError, "dimension 2 does not exist"),
@@ -31,7 +31,7 @@ ROWS = [
         (lambda t, name=name, args=args: getattr(t, name)(*args), LeafMismatchError, f"{name}: {NO_ONE_TENSOR}")
         for name, *args in [("sum",), ("mean", 1), ("cumsum", 0), ("reshape", -1), ("new_zeros", [2])]
     ],
-    (lambda t: lazy_stack([tree(0), tree(0)]).reshape(3, 0), IndexError, "must keep one tree at least"),
+    (lambda t: lazy_stack([tree(0), tree(0)]).reshape(3, 0), IndexError, "no tree of the lazy stack is left"),
     (lambda t: t.gather(0, torch.tensor([[0]])), LeafMismatchError, f"gather: {NO_ONE_TENSOR}"),
     (lambda t: t[[0, 1], [0, 1]], LeafMismatchError, f"index with index tensors across the trees: {NO_ONE_TENSOR}"),
     (lambda t: lazy_stack(uniform(), 1)[[0, 1], :, [0, 1]], LeafMismatchError, "index tensors across the trees"),
@@ -40,14 +40,14 @@ ROWS = [
     (lambda t: t.split(2, 1), BatchSizeError, r"is ragged, and has no single size.*\n.*-1"),
     # Indices and edits.
     (lambda t: t[3], IndexError, "out of range"),
-    (lambda t: t[3:], IndexError, "must keep one tree at least"),
+    (lambda t: t[3:], IndexError, "no tree of the lazy stack is left"),
     (lambda t: t[0, 0, 0], IndexError, "more indices than batch dimensions"),
     (lambda t: t[[True, False]], IndexError, r"mask does not have the shape.*\n.*\[3\]\n.*\[2\]"),
     (lambda t: t["nope"], MissingKeyError, "no key 'nope'"),
     (lambda t: t["0", "x"], MissingKeyError, "no key '0'"),
     (lambda t: t.set("z", torch.zeros(4, 2)), BatchSizeError, r"one part for each tree.*\n.*3 at.*\n.*shape \[4, 2\]"),
     (lambda t: t.set("z", TensorDict({}, [4])), BatchSizeError, r"3 at dimension 0\n.*batch size \[4\]"),
-    (lambda t: t.set("z", (1.0, 2.0)), BatchSizeError, "must have one for each tree.*\n.*3 values\n.*2"),
+    (lambda t: t.set("z", (1.0, 2.0)), BatchSizeError, "does not have one value for each tree.*\n.*3 values\n.*2"),
     (lambda t: t.set("z", torch.zeros(3, 2)), BatchSizeError, r"'z': the leading dim.*\n.*\[4\].*\n.*\[2\]"),
     (lambda t: t.set(("x", "z"), 1), MissingKeyError, "'x' is a leaf"),
     (lambda t: t.at[0].set(t[1].exclude("x")), TreeStructureError, r"different keys.*\n.*'x'\]\n.*\['n', 's'\]"),
@@ -70,7 +70,7 @@ ROWS = [
     (lambda t: lazy_stack([t[0].set("q", 1.0), t[0]]).dense(), TreeStructureError, r"different keys.*\n.*'q'"),
     (lambda t: lazy_stack([t[0].set("q", 1.0), t[1]]).pad(), TreeStructureError, "pad of trees 0 and 1: the trees"),
     (lambda t: t.nested(torch.sparse_coo), ValueError, "layout must be one of torch.jagged"),
-    (lambda t: t.permute(1, 0).nested(), ValueError, "must be stacked along dimension 0.*\n.*stack_dim 1"),
+    (lambda t: t.permute(1, 0).nested(), ValueError, "are not stacked along dimension 0.*\n.*stack_dim 1"),
     (lambda t: tdf.pad_sequence([]), ValueError, "no trees were given"),
     (lambda t: tdf.pad_sequence([t[0], tree(4, width=3)]), LeafMismatchError, r"'x' .*\n.*\[\[2, 2\], \[4, 3\]\]"),
 ]  # fmt: skip

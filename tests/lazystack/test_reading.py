@@ -159,7 +159,7 @@ def test_names_that_are_not_shared(named):
 
 def test_the_stack_dimension_has_no_name(named):
     """A name for the stack dimension is refused."""
-    with pytest.raises(ValueError, match="the stack dimension 0 must have no name"):
+    with pytest.raises(ValueError, match="the stack dimension 0 cannot have a name"):
         named.with_names(["batch", "time"])
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.sample(3)
 
 # What a lazy stack refuses, and only where its own dimension is concerned.
 REFUSALS = {
-    IndexError: "a lazy stack must keep one tree at least",
+    IndexError: "no tree of the lazy stack is left",
     LeafMismatchError: "a lazy stack has no one tensor for each leaf",
 }
 

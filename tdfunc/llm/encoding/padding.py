@@ -52,7 +52,7 @@ class Layout:
         for name, allowed in choices.items():
             check_choice(f"{call}: {name}", getattr(self, name), allowed)
         if self.max_length is None and (self.padding == "max_length" or self.cuts):
-            raise error(ValueError, f"{call}: max_length must be given.", got="None")
+            raise error(ValueError, f"{call}: max_length is missing.", got="None")
         if self.max_length is not None:
             as_count(f"{call}: max_length", self.max_length, 0)
 

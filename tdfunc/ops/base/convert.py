@@ -92,7 +92,7 @@ def as_tensor(value: Any, where: str, device: torch.device | None = None, dtype:
 
 def _no_dtype(where: str, value: Any, err: Exception) -> LeafMismatchError:
     return LeafMismatchError(
-        f"{where}: numbers must have a dtype of torch.",
+        f"{where}: torch does not have the dtype of the numbers.",
         got=f"{type(value).__name__}: {err}",
         hint="float(value) or value.astype(...) rounds; NonTensorData(value) keeps it as it is.",
     )
@@ -144,7 +144,7 @@ def _sequence(value: Sequence[Any], size: Size, device: torch.device | None, whe
     if isinstance(first, TensorCollection):
         raise error(
             TypeError,
-            f"{where!r}: trees must be stacked, not listed.",
+            f"{where!r}: trees are in a list, and not stacked.",
             got=f"{len(value)} trees",
             hint="torch.stack(trees) makes one tree of them.",
         )

@@ -247,7 +247,7 @@ def _as_tensor(other: Any, name: str) -> Tensor:
     hint = None
     if isinstance(other, Mapping):
         hint = "td.update(d) puts its entries into the tree; TensorDict(d) is a tree."
-    raise error(TypeError, f"{name}: an operand must be a tree, number or tensor.", got=type(other).__name__, hint=hint)
+    raise error(TypeError, f"{name}: an operand is not a tree, number or tensor.", got=type(other).__name__, hint=hint)
 
 
 def over_batch_op(tree: TensorCollection, name: str, fn: LeafFn, *others: Tensor) -> LeafOp:

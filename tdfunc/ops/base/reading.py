@@ -76,7 +76,9 @@ def check_trees(call: str, *given: Any) -> None:
     for i, tree in enumerate(given):
         if not isinstance(tree, TensorCollection):
             hint = "TensorDict(value) makes a tree of a dict; (td == value).all() compares with one value."
-            raise error(TypeError, f"{call}: each must be a tree.", got=f"{type(tree).__name__} at {i}", hint=hint)
+            raise error(
+                TypeError, f"{call}: an argument is not a tree.", got=f"{type(tree).__name__} at {i}", hint=hint
+            )
 
 
 def check_same_keys(tree: TensorCollection, call: str) -> None:

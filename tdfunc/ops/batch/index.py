@@ -38,7 +38,7 @@ def gather(tree: T, dim: int, index: Tensor) -> T:
     if index.dim() != n:
         raise error(
             ValueError,
-            "gather: the index must have one dimension for each of the batch.",
+            "gather: the index does not have one dimension for each of the batch.",
             expected=f"{n} dimensions",
             got=f"shape {list(index.shape)}",
         )
@@ -73,7 +73,7 @@ def masked_select(tree: T, mask: Any) -> T:
     if mask.dtype is not torch.bool:
         raise error(
             TypeError,
-            "masked_select: the mask must hold bools.",
+            "masked_select: the mask does not hold bools.",
             got=mask.dtype,
             hint="td[index] takes integers.",
         )
@@ -87,7 +87,7 @@ def check_condition(tree: TensorCollection, condition: Any, call: str) -> None:
     if not is_tensor or condition.dtype is not torch.bool or condition.dim() not in ndims:
         raise error(
             ValueError,
-            f"{call}: the condition must be a tensor with one bool for each element of the batch.",
+            f"{call}: the condition is not a tensor with one bool for each element of the batch.",
             expected=f"bool of shape {list(tree._batch_size)} (sizes of 1 are expanded)",
             got=f"{condition.dtype} of shape {list(condition.shape)}" if is_tensor else type(condition).__name__,
             hint="condition.unsqueeze(dim) adds a dimension.",

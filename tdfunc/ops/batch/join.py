@@ -129,7 +129,7 @@ def as_trees(trees: Iterable[T], call: str) -> list[T]:
     """Return the trees as a list; an iterator can be read only once, and a tree is an iterable of its rows."""
     given = list(trees)
     if not given:
-        raise error(ValueError, f"{call}: there must be at least one tree.")
+        raise error(ValueError, f"{call}: there is no tree.")
     check_trees(call, *given)
     return given
 

@@ -59,7 +59,7 @@ def repeat(tree: T, repeats: tuple[int, ...]) -> T:
     if len(repeats) != n:
         raise error(
             ValueError,
-            "repeat: there must be one number for each batch dimension.",
+            "repeat: there is not one number for each batch dimension.",
             expected=f"{n} numbers of 0 or more, one for each dimension of {list(tree._batch_size)}",
             got=list(repeats),
         )
@@ -140,7 +140,7 @@ def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
     if len(sizes) % 2 or len(pairs) > len(size) or any(count < 0 for count in sizes):
         raise error(
             ValueError,
-            "pad: each padded batch dimension must have two numbers.",
+            "pad: a padded batch dimension does not have two numbers.",
             expected=f"at most {len(size)} pairs of numbers of 0 or more",
             got=sizes,
         )

@@ -75,7 +75,7 @@ def flatten(tree: T, start: int, end: int) -> T:
     if not size:
         return reshape(tree, (1,))
     if start > end:
-        raise error(RuntimeError, "flatten: start_dim must not come after end_dim.", got=f"{start} > {end}")
+        raise error(RuntimeError, "flatten: start_dim comes after end_dim.", got=f"{start} > {end}")
     if start == end:
         return tree
     names = tree._names
@@ -109,7 +109,7 @@ def permute(tree: T, dims: tuple[int, ...]) -> T:
     if any(not -n <= d < n for d in dims) or sorted(d % n for d in dims) != list(range(n)):
         raise error(
             ValueError,
-            "permute: each batch dimension must be named exactly once.",
+            "permute: a batch dimension is missing, or named twice.",
             expected=f"an order of {list(range(n))}",
             got=list(dims),
         )

@@ -165,7 +165,7 @@ class At(Generic[T]):
             if len(taken.unique()) < taken.numel():
                 raise error(
                     ValueError,
-                    f"at[...].{call}: the index must contain each row only once.",
+                    f"at[...].{call}: the index contains a row more than once.",
                     got=repr(self._place),
                     hint="to add to a row more than once, use at[index].add.",
                 )
@@ -197,7 +197,7 @@ def _change_entry(tree: Any, path: Path, fn: Callable[..., Any], call: str, *val
     if values and isinstance(get(tree, path), NonTensorBase):
         raise error(
             TypeError,
-            f"at[...].{call}: {dotted(path)!r} must be a tensor or a tree.",
+            f"at[...].{call}: {dotted(path)!r} is not a tensor or a tree.",
             got=type(old).__name__,
             hint="td.at[key].apply(fn) makes another value of it.",
         )
@@ -295,7 +295,7 @@ def _spread(rows: T, value: Any, call: str) -> T:
         return rows._map(LeafOp("full", lambda x: _filled(x, value, f"at[...].{call}")))
     if isinstance(value, Tensor):
         return rows._map(over_batch_op(rows, f"at[...].{call}", lambda x, operand: operand.expand(x.shape), value))
-    raise error(TypeError, f"at[...].{call}: rows must be a tree, dict, number or tensor.", got=type(value).__name__)
+    raise error(TypeError, f"at[...].{call}: rows are not a tree, dict, number or tensor.", got=type(value).__name__)
 
 
 def _filled(leaf: Tensor, value: Any, where: str) -> Tensor:

@@ -37,7 +37,7 @@ def check_dtype(value: Tensor, leaf: Tensor, where: str) -> None:
     """Raise if writing the value into the leaf's storage would change it, or if there is none."""
     if value.is_meta and not leaf.is_meta:
         raise LeafMismatchError(
-            f"{where}: the value must have data{_NOTHING}.",
+            f"{where}: the value does not have data{_NOTHING}.",
             got="a tensor on the meta device",
         )
     if not keeps_values(value.dtype, leaf.dtype):
@@ -284,7 +284,7 @@ def _check_values(tree: TensorCollection, parts: tuple[Any, ...], row: TensorCol
         if not isinstance(node, NonTensorBase) or (isinstance(mine, NonTensorBase) and mine[parts].equal(node).all()):
             continue
         raise LeafMismatchError(
-            f"at[...].set_: {dotted(path)!r} must be a tensor to be written in place{_NOTHING}.",
+            f"at[...].set_: {dotted(path)!r} is not a tensor, and cannot be written in place{_NOTHING}.",
             expected=repr(mine),
             got=repr(node),
             hint="td.at[index].set(row) returns a tree that has it.",

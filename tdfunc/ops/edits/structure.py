@@ -406,7 +406,7 @@ def combine(*trees: T) -> T:
         ['a', 'b']
     """
     if not all([isinstance(tree, TensorCollection) for tree in trees]):
-        raise error(TypeError, "combine: the arguments must be trees.", got=trees, hint="combine(*parts) for a list.")
+        raise error(TypeError, "combine: an argument is not a tree.", got=trees, hint="combine(*parts) for a list.")
     result, *others = trees
     for other in others:
         found = zip_trees(result, other, shared=True)

@@ -125,7 +125,7 @@ def reduce(tree: TensorCollection, name: str, dim: Any, keepdim: bool, whole: bo
         size = tree._batch_size if dim == "feature" else EMPTY
         flat = [x.reshape(*size, x.shape[len(size) :].numel()) for _, x in leaf_items(tree)]
         if not flat:
-            raise error(ValueError, f"{name}: the tree must have a leaf.")
+            raise error(ValueError, f"{name}: the tree does not have a leaf.")
         return fn(torch.cat(flat, -1), (len(size),), **kwargs)
     direct = None
     if name in _METHODS:

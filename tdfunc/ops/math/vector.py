@@ -41,7 +41,7 @@ def ravel(tree: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
     dtype: torch.dtype | None = None
     for path, leaf in found:
         if not isinstance(leaf, Tensor):
-            raise error(TypeError, f"ravel: the leaf {keystr(path)} must be a tensor.", got=type(leaf).__name__)
+            raise error(TypeError, f"ravel: the leaf {keystr(path)} is not a tensor.", got=type(leaf).__name__)
         leaves.append(leaf)
         dtype = leaf.dtype if dtype is None else torch.promote_types(dtype, leaf.dtype)
     dtype = dtype or torch.get_default_dtype()

@@ -47,7 +47,7 @@ CASES = [
     (lambda: made("text", tokenizer_kwargs={"padding": True}), ValueError, "has 'padding'"),
     (lambda: made("text", tokenizer_kwargs={"no_such": 1}), ValueError, "has 'no_such'(?s:.)*add_special_tokens"),
     (lambda: made(tokenizer_kwargs={"no_such": 1}), ValueError, "has 'no_such', which input_mode='tokens'"),
-    (lambda: made("text", tokenizer_kwargs={"truncation": True}), ValueError, "max_length must be given"),
+    (lambda: made("text", tokenizer_kwargs={"truncation": True}), ValueError, "max_length is missing"),
     (lambda: made("history", chat_template_name="no such"), ValueError, "does not exist"),
     (lambda: made("history", chat_template=EMPTY)(SAID), ValueError, "mask of conversation 0 is empty"),
     (lambda: made("history", generate=True, tokenizer_kwargs=SHORT)(ASKED), ValueError, "remove the end of the prompt"),

@@ -145,7 +145,7 @@ def test_rows_with_the_values_that_are_there():
     tree = TensorDict({"x": torch.zeros(2), "s": ["a", "b"], "t": "all"}, [2])
 
     assert tree.at[0].set_(tree[0] + 1)["x"].tolist() == [1.0, 0.0]
-    with pytest.raises(LeafMismatchError, match=r"'s' must be a tensor(.|\n)*'a', 'b'(.|\n)*data=b"):
+    with pytest.raises(LeafMismatchError, match=r"'s' is not a tensor(.|\n)*'a', 'b'(.|\n)*data=b"):
         tree.at[0].set_(tree[1])
 
 

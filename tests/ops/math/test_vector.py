@@ -90,7 +90,7 @@ PLAIN = TensorDict({"w": torch.ones(2)})
 MESSAGES = [
     (lambda: ravel(LONG), LeafMismatchError, r"round the leaf \['n'\](.|\n)*torch.int64(.|\n)*partition"),
     (lambda: ravel(TensorDict({"w": torch.ones(2).half(), "n": torch.ones(1).short()})), LeafMismatchError, "round"),
-    (lambda: ravel((PLAIN, 3)), TypeError, r"the leaf \[1\] must be a tensor(.|\n)*int"),
+    (lambda: ravel((PLAIN, 3)), TypeError, r"the leaf \[1\] is not a tensor(.|\n)*int"),
     (lambda: ravel(PLAIN)[1](torch.ones(3)), LeafMismatchError, r"shape \(2,\), torch.float32(.|\n)*shape \(3,\)"),
     (lambda: ravel(PLAIN)[1](torch.ones(2).double()), LeafMismatchError, "does not fit(.|\n)*float64"),
     (lambda: ravel(PLAIN)[1](torch.ones(3, 2)), LeafMismatchError, r"torch.vmap\(unravel\)"),
