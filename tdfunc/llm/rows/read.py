@@ -113,7 +113,7 @@ def _find_fields(td: TensorCollection, record: Any, source: Path, field: str) ->
 def _read_padded(td: TensorCollection, keys: TokenKeys, fields: _Fields, call: str) -> TokenBatch:
     """Return tokens of one length."""
     values = fields.values
-    _check_joined(td, fields, call)
+    _check_joined(td, fields, keys, call)
     if fields.field in values:
         ids = values[fields.field]
     else:
@@ -133,33 +133,49 @@ def _read_padded(td: TensorCollection, keys: TokenKeys, fields: _Fields, call: s
     return TokenBatch(ids.reshape(rows), mask.reshape(rows), lead, prompt, assistant=assistant)
 
 
-def _check_joined(td: TensorCollection, fields: _Fields, call: str) -> None:
-    """Raise if ragged rows were padded field by field, so that `full` is not the prompts followed by the responses.
+def _check_joined(td: TensorCollection, fields: _Fields, keys: TokenKeys, call: str) -> None:
+    """Raise unless `full` has the prompts followed by the responses: rows that were padded field by field have not.
+
+    The ids of pads may differ.
 
     Raises:
         LeafMismatchError: The message has both shapes.
     """
-    if len(fields.places) < 3 or not _has_false(get_value(td, (*fields.places["full"][:-1], "padded"), None)):
+    if len(fields.places) < 3:
         return
     full = fields.values["full"]
-    joined = torch.cat([fields.values["prompt"], fields.values["response"]], -1)
-    if full.shape == joined.shape and not is_known(full):
+    prompt = fields.values["prompt"]
+    if fields.field == "prompt" and _is_mask_of(get_value(td, keys.mask, None), prompt):
+        # Prompts with a mask of their own are read without `full`.
         return
-    if full.shape == joined.shape and torch.equal(full, joined):
-        return
+    joined = torch.cat([prompt, fields.values["response"]], -1)
+    if full.shape == joined.shape:
+        differs = full != joined
+        if not is_known(differs):
+            return
+        for mask in _wide_masks(td, keys, full):
+            differs = differs & as_mask(mask, call)
+        if not differs.any():
+            return
     raise LeafMismatchError(
-        f"{call}: the tokens were ragged and are padded field by field, so that responses have no common beginning.",
+        f"{call}: `full` does not have the prompts followed by the responses, so that responses have no common "
+        "beginning: ragged tokens were padded field by field, or one field was edited.",
         expected=f"`full` as the prompts followed by the responses, shape {tuple(joined.shape)}",
-        got=f"shape {tuple(full.shape)}, with other pads",
-        hint="use the ragged stack and pad the result, or generate with pad_output=True.",
+        got=f"shape {tuple(full.shape)}, with other tokens",
+        hint="use the ragged stack and pad the result, generate with pad_output=True, or give `full` alone.",
     )
 
 
-# Any: a value, or lists of the values of a batch.
-def _has_false(value: Any) -> bool:
-    if isinstance(value, list):
-        return any([_has_false(each) for each in value])
-    return value is False
+# Any: an entry of the tree, and tokens.
+def _is_mask_of(value: Any, tokens: Any) -> bool:
+    return isinstance(value, Tensor) and value.shape == tokens.shape
+
+
+def _wide_masks(td: TensorCollection, keys: TokenKeys, full: Tensor) -> list[Tensor]:
+    """Return the mask of prompts and responses that is read, or no mask."""
+    places: list[NestedKey] = [keys.mask, (*unravel(keys.masks), "all_attention_mask")]
+    found = [get_value(td, place, None) for place in places]
+    return [mask for mask in found if _is_mask_of(mask, full)][:1]
 
 
 # Any: the field `full`, if the tree has it.

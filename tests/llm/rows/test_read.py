@@ -78,8 +78,53 @@ def test_rollouts_padded_field_by_field_are_refused(call, side):
     lm, params, buffers = small_lm()
     padded = lazy_stack([SHORT, LONG]).pad(side=side)
 
-    with pytest.raises(LeafMismatchError, match="the tokens were ragged"):
+    with pytest.raises(LeafMismatchError, match="ragged tokens were padded field by field"):
         call(lm, params, padded, buffers=buffers)
+
+
+def padded_rollout(prompts, responses):
+    """A padded rollout, as generation makes it."""
+    tokens = Tokens(
+        prompt=torch.tensor(prompts),
+        response=torch.tensor(responses),
+        full=torch.cat([torch.tensor(prompts), torch.tensor(responses)], -1),
+        padded=True,
+        batch_size=[2],
+    )
+    ones = torch.ones_like(tokens.full, dtype=torch.bool)
+    return TensorDict({"tokens": tokens, "masks": Masks(all_attention_mask=ones, padded=True, batch_size=[2])}, [2])
+
+
+NARROW = padded_rollout([[5], [6]], [[7, 8], [9, 7]])
+
+
+@pytest.mark.parametrize(
+    "wide",
+    [
+        padded_rollout([[5, 4], [6, 3]], [[7, 8, 9], [9, 7, 8]]),
+        padded_rollout([[5, 4], [6, 3]], [[7], [9]]),
+    ],
+    ids=["of the same shape", "of another shape"],
+)
+@pytest.mark.parametrize("call", [score, partial(generate, max_new_tokens=2)], ids=["score", "generate"])
+def test_rollouts_of_several_steps_padded_field_by_field_are_refused(call, wide):
+    """Batches that generation padded, each to its own lengths, are ragged once more when they are stacked."""
+    lm, params, buffers = small_lm()
+    padded = lazy_stack([NARROW, wide]).pad()
+
+    with pytest.raises(LeafMismatchError, match="ragged tokens were padded field by field"):
+        call(lm, params, padded, buffers=buffers)
+
+
+def test_pads_of_parts_may_have_another_id():
+    """Only tokens under the mask are compared."""
+    lm, params, buffers = small_lm()
+    given = NARROW.set("masks", Masks(all_attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]).bool(), batch_size=[2]))
+    other = given.set(("tokens", "prompt"), torch.tensor([[3], [6]]))
+
+    found = score(lm, params, other, buffers=buffers)["log_probs"].response
+
+    torch.testing.assert_close(found, score(lm, params, given, buffers=buffers)["log_probs"].response)
 
 
 @pytest.mark.parametrize("value", [0, {("log_probs", "full"): -1.0}], ids=["one value", "a dict"])
