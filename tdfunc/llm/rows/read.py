@@ -162,7 +162,8 @@ def _check_joined(td: TensorCollection, fields: _Fields, keys: TokenKeys, call: 
         "beginning: ragged tokens were padded field by field, or one field was edited.",
         expected=f"`full` as the prompts followed by the responses, shape {tuple(joined.shape)}",
         got=f"shape {tuple(full.shape)}, with other tokens",
-        hint="use the ragged stack and pad the result, generate with pad_output=True, or give `full` alone.",
+        hint="use the ragged stack and pad the result, or give `full` alone. A wrapper with generate=False and "
+        "pad_output=True pads ragged rows at their prompts.",
     )
 
 

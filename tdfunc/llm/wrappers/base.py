@@ -28,6 +28,7 @@ from tdfunc.llm.messages.columns import with_replies
 from tdfunc.llm.rows.batch import (
     Row,
     TokenBatch,
+    flat_list,
     nest,
     nest_all,
     padded_batch,
@@ -45,7 +46,7 @@ from tdfunc.llm.templates.find import find_template
 from tdfunc.llm.wrappers.backend import AbstractBackend
 from tdfunc.llm.wrappers.batching import Batcher
 from tdfunc.llm.wrappers.inputs import Inputs, Reader
-from tdfunc.llm.wrappers.nested import NestedCategorical
+from tdfunc.llm.wrappers.nested import NestedCategorical, moved_logits
 from tdfunc.llm.wrappers.options import CUTS, WrapperOptions
 from tdfunc.llm.wrappers.replies import reply_messages, reply_texts, row_texts
 from tdfunc.nn.base import TensorDictModuleBase, as_key
@@ -392,9 +393,27 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
 
     def _padded(self, td: Any, side: str) -> TokenBatch:
         """Return the tokens of the input's `full`, padded."""
-        inputs = self._reader.read(td, "full")
+        return self._padded_inputs(td, self._reader.read(td, "full"), side)
+
+    def _padded_inputs(self, td: Any, inputs: Inputs, side: str) -> TokenBatch:
+        """Return the tokens of inputs, padded."""
         device = self._device_of(td, inputs, [])
         return self._batch(rows_on(device, inputs.rows), inputs, td._batch_size, side)
+
+    def _stored_logits(self, td: Any, place: NestedKey, side: Literal["left", "right"]) -> tuple[Tensor, Tensor]:
+        """Return logits of the tree (*B, T, V) and the mask of the tokens (*B, T), rows that were ragged at a side."""
+        inputs = self._reader.read(td, "full")
+        batch = self._padded_inputs(td, inputs, side)
+        tokens = batch.shaped(batch.mask)
+        logits = td[place]
+        if not isinstance(logits, Tensor):
+            # The entry of a lazy stack.
+            logits = batch.shaped(torch.stack(flat_list(logits, len(td._batch_size))))
+        _check_shape("the logits", logits.shape[:-1], tokens)
+        if inputs.batch is None:
+            rows_NTV = logits.reshape(*batch.mask.shape, logits.shape[-1])
+            logits = batch.shaped(moved_logits(rows_NTV, batch.mask, side))
+        return logits, tokens
 
     def get_dist(
         self,
@@ -418,8 +437,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         Args:
             tensordict: A tree with the input.
             tensordict_out: None, since a tree is not written to.
-            logits_key: The place of logits from `logits_only=True`. Without it, or if the tree has no such entry, the
-                logits are computed.
+            logits_key: The place of logits from `logits_only=True` or `tdfunc.llm.logits`. Without it, or if the tree
+                has no such entry, the logits are computed.
             mask_key: The place of a mask of the tokens that count, such as the assistant's tokens, shape (*B, T).
             as_padded_tensor: Return padded results, which is the default.
             as_nested_tensor: Return results as nested tensors.
@@ -448,9 +467,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
         if logits_key is None or not has(tensordict, logits_key):
             logits, tokens = self._padded_logits(tensordict, training, key, padding_side)
         else:
-            batch = self._padded(tensordict, padding_side)
-            logits = tensordict[logits_key]
-            tokens = batch.shaped(batch.mask)
+            logits, tokens = self._stored_logits(tensordict, logits_key, padding_side)
         _check_shape("the logits", logits.shape[:-1], tokens)
         # A row's first token is not sampled.
         mask = tokens & (tokens.cumsum(-1) > 1)

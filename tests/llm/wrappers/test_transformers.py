@@ -20,6 +20,7 @@ from tdfunc.llm import (
     causal_lm,
     chatml,
     distribution,
+    logits,
     tokenize_text,
 )
 from tests.helpers import assert_pure
@@ -227,6 +228,44 @@ def test_distributions_of_texts_are_padded_at_a_side():
     lengths = [len(TOKENIZER(text)["input_ids"]) for text in ("the fox", "a")]
     assert left == [[i > n - k for i in range(n)] for k in lengths]
     assert right == [[0 < i < k for i in range(n)] for k in lengths]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_stored_logits_of_texts_are_moved_to_the_side(side):
+    """`logits_only=True` pads at the left, whatever the side of the distributions."""
+    wrapper = TransformersWrapper(model_for(), tokenizer=TOKENIZER, input_mode="text", generate=False)
+    td = TensorDict({"text": Text(full=["the fox", "a", "and a fox"], batch_size=[3])}, [3])
+
+    stored = wrapper.get_dist(wrapper(td, logits_only=True), logits_key="logits", padding_side=side)
+
+    torch.testing.assert_close(stored.entropy(), wrapper.get_dist(td, padding_side=side).entropy())
+
+
+def logits_of_function(td):
+    """The tree with logits of `tdfunc.llm.logits`, which pads ragged rows at the right."""
+    lm, params, buffers = causal_lm(model_for())
+    return logits(lm, params, td, buffers=buffers)
+
+
+def logits_of_wrapper(td):
+    """The tree with logits of a wrapper, which pads ragged rows at the left."""
+    return TransformersWrapper(model_for(), input_mode="tokens", generate=False)(td, logits_only=True)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("add", [logits_of_function, logits_of_wrapper])
+@pytest.mark.parametrize("lengths", [(3, 6, 4), (5, 6), (1, 2), (4, 4)], ids=str)
+def test_stored_logits_of_ragged_tokens_are_moved_to_the_side(lengths, add, side):
+    """A lazy stack has them as a tuple."""
+    rows = [torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
+    td = lazy_stack([TensorDict({"tokens": Tokens(full=row)}) for row in rows])
+    wrapper = TransformersWrapper(model_for(), input_mode="tokens", generate=False)
+
+    stored = wrapper.get_dist(add(td), logits_key="logits", padding_side=side)
+
+    torch.testing.assert_close(
+        stored.entropy(), wrapper.get_dist(td, padding_side=side).entropy(), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_replies_keep_the_ids_they_were_sampled_as():
