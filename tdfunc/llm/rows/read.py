@@ -146,7 +146,7 @@ def _check_joined(td: TensorCollection, fields: _Fields, keys: TokenKeys, call: 
     full = fields.values["full"]
     prompt = fields.values["prompt"]
     if fields.field == "prompt" and _is_mask_of(get_value(td, keys.mask, None), prompt):
-        # Prompts with a mask of their own are read without `full`.
+        # Prompts that have their own mask are read without `full`.
         return
     joined = torch.cat([prompt, fields.values["response"]], -1)
     if full.shape == joined.shape:

@@ -53,7 +53,7 @@ class NestedCategorical(MaskedCategorical):
 
 
 def moved_logits(logits_NTV: Tensor, mask_NT: Tensor, side: Literal["left", "right"]) -> Tensor:
-    """Return logits of rows that are padded at any side as those of rows padded at `side`, 0 at pads.
+    """Return logits with their pads moved to a side, 0 at pads.
 
     Args:
         logits_NTV: Logits that are 0 at pads. If their values cannot be read, the pads are at the left.
