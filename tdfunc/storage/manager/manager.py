@@ -225,11 +225,13 @@ class CheckpointManager(WaitMethods):
         return list_steps(self._folder)
 
     def latest(self) -> int | None:
-        """Return the highest step, or None before the first save."""
+        """Return the highest step, without saves that are still pending; None before the first save."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
         """Return the step with the best metric, or None if no step has it; of equal steps, the later.
+
+        Saves that are still pending do not count: call `wait()` first.
 
         Raises:
             ValueError: The manager was made without a metric.
