@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from tdfunc.core.errors import LeafMismatchError, PeerError, TreeStructureError
+from tdfunc.core.collection import TensorCollection
+from tdfunc.core.errors import LeafMismatchError, PeerError, TreeStructureError, UnsupportedError
 from tdfunc.core.pytree import flatten_with_paths
 from tdfunc.storage.disk.ranks import Ranks, is_sharded
 
@@ -39,8 +40,12 @@ def shard(tree: Any, mesh: DeviceMesh, placements: Sequence[Any] | None = None) 
         mesh: The mesh of the ranks. The parts are as in torch: of 5 members on 4 ranks, one rank has no member.
         placements: Torch's placements, one for each dimension of the mesh. By default the first dimension of each leaf,
             the members, is spread over the first dimension of the mesh.
+
+    Raises:
+        UnsupportedError: The members are the trees of a lazy stack, whose leaves do not have their dimension.
     """
     given = _over_members(mesh) if placements is None else placements
+    _check_lazy_stacks("shard", tree, given)
     distribute = _tensor_module().distribute_tensor
     return pytree.tree_map_only(Tensor, lambda leaf: distribute(leaf, mesh, given, src_data_rank=None), tree)
 
@@ -61,6 +66,7 @@ def from_local(tree: Any, mesh: DeviceMesh, placements: Sequence[Any] | None = N
     Raises:
         TreeStructureError: The ranks have leaves at different places; every rank raises, as for all errors here.
         LeafMismatchError: Leaves differ in their dtypes, or in other dimensions than those that are sharded.
+        UnsupportedError: As for `shard`.
         ValueError: The placements of the ranks differ.
         PeerError: A rank did not take part in time, or died.
     """
@@ -76,7 +82,7 @@ def _join(make: Callable[[], Any], mesh: DeviceMesh, placements: Sequence[Any] |
         tree = make()
         shapes = [list(leaf.shape) for _, leaf in _tensors(tree)]
     else:
-        tree, shapes = _sum_lengths(make, mesh, given)
+        tree, shapes = _sum_lengths(partial(_make_dense, make, given), mesh, given)
     places = iter(shapes)
 
     def wrap(leaf: Tensor) -> Any:
@@ -84,6 +90,33 @@ def _join(make: Callable[[], Any], mesh: DeviceMesh, placements: Sequence[Any] |
         return module.DTensor.from_local(leaf, mesh, given, shape=whole.shape, stride=whole.stride())
 
     return pytree.tree_map_only(Tensor, wrap, tree)
+
+
+# Any: a tree, a tensor, or a container of these.
+def _make_dense(make: Callable[[], Any], placements: Sequence[Any]) -> Any:
+    """Return this rank's part; raise if torch would divide its leaves along another dimension than the tree."""
+    tree = make()
+    _check_lazy_stacks("from_local", tree, placements)
+    return tree
+
+
+# Any: a tree, a tensor, or a container of these.
+def _check_lazy_stacks(call: str, tree: Any, placements: Sequence[Any]) -> None:
+    """Raise if a sharded dimension is one that the leaves of a lazy stack do not have, or have at another place."""
+    last = max([placement.dim for placement in placements if placement.is_shard()], default=-1)
+    nodes: list[Any] = pytree.tree_leaves(tree, is_leaf=lambda node: isinstance(node, TensorCollection))
+    while nodes:
+        node = nodes.pop()
+        if not isinstance(node, TensorCollection):
+            continue
+        if node._is_lazy and node._dim <= last:  # pyright: ignore[reportAttributeAccessIssue]
+            raise UnsupportedError(
+                f"{call}: the leaves of a lazy stack do not have the dimension of its trees.",
+                expected=f"leaves with the dimension {last} of their tree",
+                got=f"a lazy stack along dimension {node._dim}",  # pyright: ignore[reportAttributeAccessIssue]
+                hint="stack.dense(), or stack.pad(), has one tensor for each leaf.",
+            )
+        nodes.extend(node._data.values())
 
 
 def _tensors(tree: Any) -> list[tuple[str, Tensor]]:

@@ -137,3 +137,34 @@ def _copies(rank):
 def test_copies_have_one_shape(tmp_path):
     """A leaf that is complete on each rank has the same shape on all."""
     run_ranks(_copies, 2, tmp_path, timeout_s=20)
+
+
+LAZY_CALLS = {
+    "shard": lambda rows, line: shard({"a": tdf.TensorDict({"rows": rows}, [4])}, line),
+    "from_local": lambda rows, line: from_local(rows, line),
+    "on_members": lambda rows, line: on_members(lambda: rows[:2], line)(),
+}
+
+
+def _lazy(rank, call):
+    line = init_device_mesh("cpu", (2,))
+    rows = tdf.lazy_stack([tdf.TensorDict({"w": torch.ones(2)}) for _ in range(4)])
+    with pytest.raises(tdf.UnsupportedError, match="lazy stack do not have the dimension"):
+        LAZY_CALLS[call](rows, line)
+
+
+@pytest.mark.parametrize("call", LAZY_CALLS)
+def test_members_of_a_lazy_stack_are_refused(tmp_path, call):
+    """Their leaves do not have the dimension of the members, so that torch would divide the features."""
+    run_ranks(_lazy, 2, tmp_path, call, timeout_s=20)
+
+
+def _lazy_rows(rank):
+    line = init_device_mesh("cpu", (2,))
+    tree = tdf.lazy_stack([tdf.TensorDict({"w": torch.ones(4, 2 + n)}, [4]) for n in range(3)], 1)
+    assert to_local(shard(tree, line)).batch_size == (2, 3)
+
+
+def test_a_lazy_stack_behind_the_members_is_spread(tmp_path):
+    """Its leaves have the members first."""
+    run_ranks(_lazy_rows, 2, tmp_path, timeout_s=20)

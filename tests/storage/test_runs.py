@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 import tdfunc
 from tdfunc import CheckpointManager, TensorDict
 from tdfunc.storage.disk.remote import LocalBytes
+from tdfunc.storage.manager import manager as manager_module
 from tests.cli.helpers import run
 
 
@@ -135,6 +137,38 @@ def test_a_corrected_step_does_not_warn(tmp_path):
     CheckpointManager(tmp_path).save(3, tree_of(9), overwrite=True)
 
     assert CheckpointManager(tmp_path).load()["w"] == 4
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """An event; saves of a manager wait for it."""
+    event, real = threading.Event(), manager_module.write_step
+
+    def write(*args, **options):
+        assert event.wait(60)
+        return real(*args, **options)
+
+    monkeypatch.setattr(manager_module, "write_step", write)
+    yield event
+    event.set()
+
+
+@pytest.mark.parametrize("step", [4, None], ids=["a step", "the newest"])
+def test_a_step_that_is_still_being_saved_is_abandoned(step, gate, tmp_path):
+    """A run that goes back while its last save is pending warns, and a new process does too."""
+    gate.set()
+    manager = CheckpointManager(tmp_path, async_save=True, max_pending=2)
+    manager.save(4, tree_of(4)).result()
+    gate.clear()
+    manager.save(50, tree_of(50))
+    manager.load(step)
+    with pytest.warns(RuntimeWarning, match="step 5 is below step 50"):
+        manager.save(5, tree_of(-5))
+    gate.set()
+    manager.wait()
+
+    with pytest.warns(RuntimeWarning, match=r"step 50 is the highest, and step 5 was saved after it"):
+        CheckpointManager(tmp_path).load()
 
 
 # -- a disk that cannot read ------------------------------------------------------------------------------------

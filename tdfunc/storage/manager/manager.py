@@ -43,6 +43,7 @@ from tdfunc.storage.manager.steps import (
     remove_step,
     saved_after,
     step_name,
+    step_of,
     write_step,
 )
 from tdfunc.storage.manager.together import Request, Together, has_one_group
@@ -224,11 +225,13 @@ class CheckpointManager(WaitMethods):
         return list_steps(self._folder)
 
     def latest(self) -> int | None:
-        """Return the highest step, or None before the first save."""
+        """Return the highest step, without saves that are still pending; None before the first save."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
         """Return the step with the best metric, or None if no step has it; of equal steps, the later.
+
+        Saves that are still pending do not count: call `wait()` first.
 
         Raises:
             ValueError: The manager was made without a metric.
@@ -360,10 +363,15 @@ class CheckpointManager(WaitMethods):
         path = self.path(number)
         self._warn_above(number)
         if not overwrite:
-            is_pending = any(save._path == path for save in self._queue.pending)
-            if is_pending or os.path.lexists(path):
+            is_there = number in self._pending_steps() or os.path.lexists(path)
+            if is_there:
                 raise exists_error(self._folder, number)
         return _Submission(number, td, described, overwrite, path)
+
+    def _pending_steps(self) -> frozenset[int]:
+        """Return the steps that are being saved in the background."""
+        found = [step_of(os.path.basename(save._path)) for save in self._queue.pending]
+        return frozenset(step for step in found if step is not None)
 
     # Any: a DTensor.
     def _save_by_ranks(self, leaf: Any, check: "Callable[[], _Submission]") -> PendingSave:
@@ -393,10 +401,14 @@ class CheckpointManager(WaitMethods):
                 "load: fallback=True excludes a step and verify=False.",
                 got=f"step {step}" if has_step else "verify=False",
             )
+        # A save that ends between the two looks is found by the second.
+        pending = self._pending_steps()
+        is_newest = step is None and not pending
+        if not is_newest:
+            self._earlier = pending.union(self.steps())
+            self._has_gone_back = True
         if step is None:
             return None
-        self._earlier = frozenset(self.steps())
-        self._has_gone_back = True
         return as_step(step, "load")
 
     def _load_by_ranks(self, call: Together[T]) -> T:
@@ -451,7 +463,9 @@ class CheckpointManager(WaitMethods):
         if step in self._earlier and not self._has_gone_back:
             # A step that is corrected.
             return
-        above = {other for other in self._earlier if other > step and os.path.lexists(self.path(other))}
+        pending = self._pending_steps()
+        higher = [other for other in self._earlier if other > step]
+        above = {other for other in higher if other in pending or os.path.lexists(self.path(other))}
         if above <= self._abandoned:
             return
         self._abandoned |= above

@@ -74,7 +74,7 @@ def list_steps(folder: str) -> list[int]:
     aside: list[str] = []
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
-            step = _step_of(entry.name)
+            step = step_of(entry.name)
             if step is not None and entry.is_dir():
                 if _has_files(entry.path):
                     found.append(step)
@@ -89,7 +89,7 @@ def list_steps(folder: str) -> list[int]:
     return sorted(found)
 
 
-def _step_of(name: str) -> int | None:
+def step_of(name: str) -> int | None:
     """Return the step whose folder has this name; None for any other name."""
     match = commit.STEP_NAME.fullmatch(name)
     if match is None:
