@@ -135,7 +135,8 @@ class Apply:
             LeafMismatchError: A leaf has the wrong shape.
             TieError: Two paths of one tensor of the module have different leaves.
             LeakError: Forward used a weight that it did not get from the trees.
-            UnsupportedError: Forward has an argument with the name of one of these, or draws random numbers past `rng`.
+            UnsupportedError: Forward has an argument with the name of one of these, draws random numbers past `rng`, or
+                makes a parameter of its own.
         """
         if self._reserved:
             raise self._name_error(self._reserved)
@@ -301,6 +302,7 @@ class Apply:
                 try:
                     with Watch(self._originals, tree_leaves((args, kwargs)), leaves, bound) as watch:
                         out = self._forward(skeleton.module, args, kwargs, mode)
+                    self._check_complete(skeleton)
                 finally:
                     hidden = skeleton.has_hidden_writes()
                 self._learn(watch, skeleton, hidden)
@@ -319,6 +321,17 @@ class Apply:
                 # Where a part runs again it writes its buffers again.
                 new = _clones(new)
         return out, new, after
+
+    def _check_complete(self, skeleton: Skeleton) -> None:
+        """Raise an error if forward made a parameter: the next call would make another one, which is never trained."""
+        made = skeleton.find_made_parameter()
+        if made is not None:
+            raise UnsupportedError(
+                f"apply: forward of {self._spec.name} made the parameter {made!r}, which the trees do not hold.",
+                expected="layers that exist before `functional`",
+                got="a layer that forward builds, new in each call",
+                hint="run each module once on an example input, before functional and stack_modules.",
+            )
 
     def _learn(self, watch: Watch, skeleton: Skeleton, hidden: bool) -> None:
         """Note the leaves that later calls must copy, if the watched call shows them."""
