@@ -18,7 +18,7 @@ from tdfunc.core.generators import default_generators, refuse_draws
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.shapes import EMPTY
-from tdfunc.core.types import Path
+from tdfunc.core.types import Kind, Path
 from tdfunc.core.walk import replace
 from tdfunc.modules.checkpoint import Unmarked
 from tdfunc.modules.extract import from_module, split, unwrap
@@ -28,6 +28,7 @@ from tdfunc.modules.random import seeded
 from tdfunc.modules.skeleton import Skeleton, duplicate, is_recomputing, make_template
 from tdfunc.modules.unsharded import unsharded
 from tdfunc.ops.base.foreach import can_foreach
+from tdfunc.ops.base.reading import entries
 from tdfunc.random.draws import KeyLike, key_of
 
 if TYPE_CHECKING:
@@ -198,6 +199,11 @@ class Apply:
     def paths(self) -> list[Path]:
         """The paths of the leaves in plan order: parameters, then buffers."""
         return list(self._spec.order)
+
+    @property
+    def frozen(self) -> Set[Path]:
+        """The paths of the parameters that did not require grad in the module."""
+        return self._spec.frozen
 
     @property
     def written_buffers(self) -> list[Path]:
@@ -453,11 +459,15 @@ def _with_copied_states(tree: "TensorDict") -> "TensorDict":
 
 
 def make_apply(
-    template: nn.Module, tree: "TensorDict", reserved: Sequence[str] = (), originals: Originals = ()
+    template: nn.Module,
+    tree: "TensorDict",
+    reserved: Sequence[str] = (),
+    originals: Originals = (),
+    frozen: Set[Path] = frozenset(),
 ) -> "tuple[Apply, TensorDict, TensorDict]":
     """Return the function that runs a template with the leaves of `tree`, and its parameters and buffers."""
     params, buffers = split(tree)
-    spec = Spec(type(template).__name__, params, buffers, tree)
+    spec = Spec(type(template).__name__, params, buffers, tree, frozen)
     return Apply(template, spec, reserved, originals), params, buffers
 
 
@@ -507,7 +517,17 @@ def functional(
             got=f"forward{signature}",
             hint="functional(m, call_only=True) and apply.call(params, args, kwargs, buffers=, rng=).",
         )
-    tree = from_module(module).apply(lambda leaf: leaf.detach().clone() if copy else leaf.detach())
+    live = from_module(module)
+    tree = live.apply(lambda leaf: leaf.detach().clone() if copy else leaf.detach())
     if copy:
         tree = _with_copied_states(tree)
-    return make_apply(make_template(module), tree, reserved, weak_weights(module))
+    return make_apply(make_template(module), tree, reserved, weak_weights(module), _find_frozen(live))
+
+
+def _find_frozen(live: "TensorDict") -> Set[Path]:
+    """Return the paths of the parameters of a module that do not require grad."""
+    frozen: set[Path] = set()
+    for entry in entries(live):
+        if entry.kind is Kind.PARAMETER and not entry.leaf.requires_grad:
+            frozen.update(entry.paths)
+    return frozen
