@@ -137,7 +137,7 @@ class Apply:
             TieError: Two paths of one tensor of the module have different leaves.
             LeakError: Forward used a weight that it did not get from the trees.
             UnsupportedError: Forward has an argument with the name of one of these, draws random numbers past `rng`, or
-                makes a parameter of its own.
+                makes a new parameter.
         """
         if self._reserved:
             raise self._name_error(self._reserved)
@@ -303,6 +303,8 @@ class Apply:
             # Not watched in a trace or on fake tensors: the next call will do.
             if compiling or learned is not None or is_tracing():
                 out = self._forward(skeleton.module, args, kwargs, mode)
+                if not compiling and learned is None:
+                    self._check_complete(skeleton)
             else:
                 # Under a watch for the original weights and for writes to leaves; no later call pays for it.
                 try:

@@ -16,6 +16,7 @@ from tdfunc import (
     combine,
     from_module,
     functional,
+    jit,
     partition,
     stack_modules,
 )
@@ -466,7 +467,13 @@ def run_members(model):
     return Ensemble(apply)(stack_modules([model, type(model)()]), X)
 
 
-@pytest.mark.parametrize("run", [run_alone, run_members])
+def run_in_a_trace(model):
+    """Call a model in a recording of jit."""
+    apply, params, _ = functional(model)
+    return jit(apply)(params, X)
+
+
+@pytest.mark.parametrize("run", [run_alone, run_members, run_in_a_trace])
 @pytest.mark.parametrize(("make", "name"), [(LateLayer, "late.weight"), (LateWeight, "weight")])
 def test_a_parameter_that_forward_makes_is_refused(make, name, run):
     """A layer that forward builds would be another one in each call, and never be trained."""
