@@ -20,6 +20,7 @@ from tdfunc._jit import jit
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import iter_leaves
 from tdfunc.core.errors import LeafMismatchError, as_count, brief, check_choice, error, needs
+from tdfunc.core.keys import Filter
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import init_ensemble
 from tdfunc.metrics import uncertainty
@@ -184,7 +185,7 @@ class _Ensemble(BaseEstimator):
         device = rows.x.device
         rate = self._rate("learning_rate")
         decay = self._rate("weight_decay")
-        optimizer = optim.adamw(lr=rate, weight_decay=decay)
+        optimizer = _optimizer(apply, rate, decay)
         step = _step(apply.train(), optimizer, losses)
         measure = None
         if held is not None:
@@ -275,7 +276,7 @@ class EnsembleClassifier(ClassifierMixin, _Ensemble):
     Args:
         hidden_layer_sizes: The sizes of the hidden layers of a perceptron with ReLU.
         make: A function of the numbers of features and of outputs that returns another network, which may have dropout
-            and BatchNorm.
+            and BatchNorm. Parameters that do not require grad are not trained.
         n_estimators: E.
         learning_rate: The learning rate of all members, or a list with one for each.
         weight_decay: The weight decay of all members, or a list with one for each.
@@ -483,6 +484,15 @@ def _shuffled(rows: Tensor, keys: Tensor, size: int) -> Tensor:
     order = torch.vmap(lambda key: random.permutation(key, count))(keys)
     index = rows.gather(1, order)
     return torch.cat([index, index[:, : size - count]], 1)
+
+
+def _optimizer(apply: Apply, rate: float | Tensor, decay: float | Tensor) -> optim.AbstractOptimizer:
+    """Return AdamW, for the parameters that are not frozen in the network."""
+    optimizer = optim.adamw(lr=rate, weight_decay=decay)
+    frozen = apply.frozen
+    if not frozen:
+        return optimizer
+    return optim.masked(optimizer, Filter(lambda path, leaf: path not in frozen))
 
 
 def _step(apply: Apply, optimizer: Any, losses: Losses) -> Step:

@@ -366,3 +366,16 @@ def test_a_buffer_with_infinities_has_not_diverged():
 
     model = EnsembleClassifier(**{**SMALL, "make": make}).fit(X, Y)
     assert np.isfinite(model.predict_proba(X)).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"early_stopping": True}, {"bootstrap": True}, {"learning_rate": [0.1, 0.01]}])
+def test_frozen_layers_are_not_trained(options):
+    """A layer of `make=` that does not require grad keeps its numbers, weight decay included."""
+    trunk = nn.Linear(4, 8).double().requires_grad_(False)
+
+    def make(_, outputs):
+        return nn.Sequential(trunk, nn.Tanh(), nn.Linear(8, outputs))
+
+    before = trunk.weight.clone()
+    model = EnsembleClassifier(make=make, n_estimators=2, max_iter=3, random_state=0, weight_decay=0.1, **options)
+    assert torch.equal(model.fit(X, Y).params_["0", "weight"], before.expand(2, -1, -1))

@@ -18,7 +18,7 @@ from tdfunc.core.generators import default_generators, refuse_draws
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.shapes import EMPTY
-from tdfunc.core.types import Path
+from tdfunc.core.types import Kind, Path
 from tdfunc.core.walk import replace
 from tdfunc.modules.checkpoint import Unmarked
 from tdfunc.modules.extract import from_module, split, unwrap
@@ -28,6 +28,7 @@ from tdfunc.modules.random import seeded
 from tdfunc.modules.skeleton import Skeleton, duplicate, is_recomputing, make_template
 from tdfunc.modules.unsharded import unsharded
 from tdfunc.ops.base.foreach import can_foreach
+from tdfunc.ops.base.reading import entries
 from tdfunc.random.draws import KeyLike, key_of
 
 if TYPE_CHECKING:
@@ -135,7 +136,8 @@ class Apply:
             LeafMismatchError: A leaf has the wrong shape.
             TieError: Two paths of one tensor of the module have different leaves.
             LeakError: Forward used a weight that it did not get from the trees.
-            UnsupportedError: Forward has an argument with the name of one of these, or draws random numbers past `rng`.
+            UnsupportedError: Forward has an argument with the name of one of these, draws random numbers past `rng`, or
+                makes a new parameter.
         """
         if self._reserved:
             raise self._name_error(self._reserved)
@@ -197,6 +199,11 @@ class Apply:
     def paths(self) -> list[Path]:
         """The paths of the leaves in plan order: parameters, then buffers."""
         return list(self._spec.order)
+
+    @property
+    def frozen(self) -> Set[Path]:
+        """The paths of the parameters that did not require grad in the module."""
+        return self._spec.frozen
 
     @property
     def written_buffers(self) -> list[Path]:
@@ -296,11 +303,14 @@ class Apply:
             # Not watched in a trace or on fake tensors: the next call will do.
             if compiling or learned is not None or is_tracing():
                 out = self._forward(skeleton.module, args, kwargs, mode)
+                if not compiling and learned is None:
+                    self._check_complete(skeleton)
             else:
                 # Under a watch for the original weights and for writes to leaves; no later call pays for it.
                 try:
                     with Watch(self._originals, tree_leaves((args, kwargs)), leaves, bound) as watch:
                         out = self._forward(skeleton.module, args, kwargs, mode)
+                    self._check_complete(skeleton)
                 finally:
                     hidden = skeleton.has_hidden_writes()
                 self._learn(watch, skeleton, hidden)
@@ -319,6 +329,17 @@ class Apply:
                 # Where a part runs again it writes its buffers again.
                 new = _clones(new)
         return out, new, after
+
+    def _check_complete(self, skeleton: Skeleton) -> None:
+        """Raise an error if forward made a parameter: the next call would make another one, which is never trained."""
+        made = skeleton.find_made_parameter()
+        if made is not None:
+            raise UnsupportedError(
+                f"apply: forward of {self._spec.name} made the parameter {made!r}, which the trees do not hold.",
+                expected="layers that exist before `functional`",
+                got="a layer that forward builds, new in each call",
+                hint="run each module once on an example input, before functional and stack_modules.",
+            )
 
     def _learn(self, watch: Watch, skeleton: Skeleton, hidden: bool) -> None:
         """Note the leaves that later calls must copy, if the watched call shows them."""
@@ -440,11 +461,15 @@ def _with_copied_states(tree: "TensorDict") -> "TensorDict":
 
 
 def make_apply(
-    template: nn.Module, tree: "TensorDict", reserved: Sequence[str] = (), originals: Originals = ()
+    template: nn.Module,
+    tree: "TensorDict",
+    reserved: Sequence[str] = (),
+    originals: Originals = (),
+    frozen: Set[Path] = frozenset(),
 ) -> "tuple[Apply, TensorDict, TensorDict]":
     """Return the function that runs a template with the leaves of `tree`, and its parameters and buffers."""
     params, buffers = split(tree)
-    spec = Spec(type(template).__name__, params, buffers, tree)
+    spec = Spec(type(template).__name__, params, buffers, tree, frozen)
     return Apply(template, spec, reserved, originals), params, buffers
 
 
@@ -494,7 +519,17 @@ def functional(
             got=f"forward{signature}",
             hint="functional(m, call_only=True) and apply.call(params, args, kwargs, buffers=, rng=).",
         )
-    tree = from_module(module).apply(lambda leaf: leaf.detach().clone() if copy else leaf.detach())
+    live = from_module(module)
+    tree = live.apply(lambda leaf: leaf.detach().clone() if copy else leaf.detach())
     if copy:
         tree = _with_copied_states(tree)
-    return make_apply(make_template(module), tree, reserved, weak_weights(module))
+    return make_apply(make_template(module), tree, reserved, weak_weights(module), _find_frozen(live))
+
+
+def _find_frozen(live: "TensorDict") -> Set[Path]:
+    """Return the paths of the parameters of a module that do not require grad."""
+    frozen: set[Path] = set()
+    for entry in entries(live):
+        if entry.kind is Kind.PARAMETER and not entry.leaf.requires_grad:
+            frozen.update(entry.paths)
+    return frozen

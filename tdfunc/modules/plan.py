@@ -213,8 +213,17 @@ class Spec:
     The order has the parameters first, then the buffers.
     """
 
-    def __init__(self, name: str, params: TensorCollection, rest: TensorCollection, whole: TensorCollection) -> None:
+    def __init__(
+        self,
+        name: str,
+        params: TensorCollection,
+        rest: TensorCollection,
+        whole: TensorCollection,
+        frozen: Set[Path] = frozenset(),
+    ) -> None:
         self.name = name
+        # The paths of parameters that the module does not train.
+        self.frozen: Set[Path] = frozen
         self.params: Plan = Plan(params)
         self.buffers: Plan = Plan(rest)
         self.whole: Plan = Plan(whole)

@@ -396,6 +396,16 @@ class Skeleton:
         """Return whether a call wrote attributes of torch's own modules, or constants past their version counters."""
         return self._tables.has_hidden_writes() or self._objects.has_hidden_writes()
 
+    def find_made_parameter(self) -> str | None:
+        """Return the name of a trainable parameter that forward registered where no leaf goes, or None."""
+        known = {(id(target.store), target.name) for target in self.targets}
+        for path, module in self.module.named_modules():
+            for name, value in module._parameters.items():
+                is_new = (id(module._parameters), name) not in known
+                if is_new and isinstance(value, nn.Parameter) and value.requires_grad:
+                    return f"{path}.{name}".lstrip(".")
+        return None
+
     def reset(self) -> bool:
         """Empty the slots and undo the writes of forward to its modules and to the objects that they hold.
 

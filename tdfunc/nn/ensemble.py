@@ -1,5 +1,6 @@
 """`EnsembleModule`: an `nn.Module` that owns the stacked tree of an ensemble."""
 
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,9 @@ class EnsembleModule(nn.Module):
     """All members of an ensemble as one module, for code that needs an `nn.Module`.
 
     The leaves of the stacked tree are its parameters and buffers, under `members` and their own names: `.to`,
-    `state_dict`, torch's optimizers, DistributedDataParallel and Lightning find them there. Freeze leaves with
-    `requires_grad_(False)`. Layers have the modes of `apply` until `train()` or `eval()` sets all of them.
+    `state_dict`, torch's optimizers, DistributedDataParallel and Lightning find them there. Parameters that did not
+    require grad in the module of `apply` do not require grad here either; `requires_grad_` changes it. Layers have the
+    modes of `apply` until `train()` or `eval()` sets all of them.
 
     Args:
         apply: The pure function of one member, from `functional`.
@@ -66,7 +68,7 @@ class EnsembleModule(nn.Module):
             members_of(tree)
         else:
             find_shared(self._ensemble.shared, tree, None)
-        self.members: nn.Module = _module_of(tree)
+        self.members: nn.Module = _module_of(tree, apply.frozen)
         self.training: bool = apply.module.training
 
     def train(self, mode: bool = True) -> "Self":
@@ -106,8 +108,11 @@ class EnsembleModule(nn.Module):
         return out
 
 
-def _module_of(tree: TensorCollection) -> nn.Module:
-    """Return modules in modules whose slots hold copies of the leaves; tied leaves are one parameter."""
+def _module_of(tree: TensorCollection, frozen: Set[Path]) -> nn.Module:
+    """Return modules in modules whose slots hold copies of the leaves; tied leaves are one parameter.
+
+    Parameters at the paths in `frozen` do not require grad.
+    """
     for path, node in iter_items(tree, nested=True, leaves_only=True):
         if not isinstance(node, Tensor):
             raise UnsupportedError(
@@ -119,7 +124,9 @@ def _module_of(tree: TensorCollection) -> nn.Module:
     for entry in entries(tree):
         copied = entry.leaf.detach().clone()
         learned = entry.kind in (None, Kind.PARAMETER) and (copied.is_floating_point() or copied.is_complex())
-        slot = nn.Parameter(copied) if learned else copied
+        slot = copied
+        if learned:
+            slot = nn.Parameter(copied, requires_grad=frozen.isdisjoint(entry.paths))
         for path in entry.paths:
             owner = _submodule_at(root, path[:-1])
             if isinstance(slot, nn.Parameter):

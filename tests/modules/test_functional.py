@@ -8,9 +8,62 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tdfunc import Ensemble, TensorDict, TieError, combine, from_module, functional, partition, stack_modules
+from tdfunc import (
+    Ensemble,
+    TensorDict,
+    TieError,
+    UnsupportedError,
+    combine,
+    from_module,
+    functional,
+    jit,
+    partition,
+    stack_modules,
+)
 from tests.helpers import assert_pure
 from tests.models import CASES, Norm, ResNet, Shared, Tied, WithState, flat, make_case, make_mlp
+
+
+class LateLayer(nn.Module):
+    """A forward that builds its layer on the first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.late = None
+
+    def forward(self, x):
+        if self.late is None:
+            self.late = nn.Linear(x.shape[-1], 2)
+        return self.late(self.first(x))
+
+
+class LateWeight(nn.Module):
+    """A forward that fills a parameter on the first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(3))
+        self.register_parameter("weight", None)
+
+    def forward(self, x):
+        if self.weight is None:
+            self.weight = nn.Parameter(torch.ones(x.shape[-1]))
+        return x * self.weight + self.bias
+
+
+class LateTable(nn.Module):
+    """A forward that computes a constant on the first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = nn.Parameter(torch.arange(3.0), requires_grad=False)
+        return x * self.table
+
 
 X = torch.linspace(-1, 1, 15).reshape(5, 3)
 MLP = make_mlp()
@@ -400,3 +453,41 @@ def test_forward_may_call_apply():
     inner = functional(make_mlp())[:2]
     function, tree, _ = functional(Twice(inner))
     torch.testing.assert_close(function(tree, X), 2 * inner[0](inner[1], X))
+
+
+def run_alone(model):
+    """Call a model as a function."""
+    apply, params, _ = functional(model)
+    return apply(params, X)
+
+
+def run_members(model):
+    """Call a stack of two models of one class."""
+    apply, _, _ = functional(model)
+    return Ensemble(apply)(stack_modules([model, type(model)()]), X)
+
+
+def run_in_a_trace(model):
+    """Call a model in a recording of jit."""
+    apply, params, _ = functional(model)
+    return jit(apply)(params, X)
+
+
+@pytest.mark.parametrize("run", [run_alone, run_members, run_in_a_trace])
+@pytest.mark.parametrize(("make", "name"), [(LateLayer, "late.weight"), (LateWeight, "weight")])
+def test_a_parameter_that_forward_makes_is_refused(make, name, run):
+    """A layer that forward builds would be another one in each call, and never be trained."""
+    with pytest.raises(UnsupportedError, match=f"made the parameter '{name}'"):
+        run(make())
+
+
+def test_a_layer_that_an_example_built_is_a_leaf():
+    """After a call on an example input the trees hold the layer."""
+    model = LateLayer()
+    expected = model(X)
+    assert torch.equal(run_alone(model), expected)
+
+
+def test_a_constant_that_forward_makes_is_not_refused():
+    """A frozen parameter that forward computes is a cache."""
+    assert torch.equal(run_alone(LateTable()), X * torch.arange(3.0))

@@ -294,3 +294,28 @@ def test_a_jitted_ensemble_module_draws_anew():
 
     torch.testing.assert_close(torch.stack(replayed), torch.stack(expected))
     assert not torch.equal(*replayed)
+
+
+def make_on_frozen_trunk():
+    """A module whose first layer does not train."""
+    return nn.Sequential(nn.Linear(3, 8).requires_grad_(False), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize(
+    "vary", [lambda apply: apply, lambda apply: apply.eval(), lambda apply: pickle.loads(pickle.dumps(apply))]
+)
+def test_frozen_parameters_stay_frozen(vary):
+    """What does not require grad in the module does not in the ensemble of it."""
+    apply, _, _ = tdf.functional(make_on_frozen_trunk())
+    model = EnsembleModule(vary(apply), tdf.init_ensemble(make_on_frozen_trunk, 4))
+    found = {name.removeprefix("members."): p.requires_grad for name, p in model.named_parameters()}
+    assert found == {name: p.requires_grad for name, p in make_on_frozen_trunk().named_parameters()}
+
+
+def test_a_shared_trunk_stays_frozen():
+    """A leaf without a member dimension as well."""
+    members = tdf.init_ensemble(make_on_frozen_trunk, 4)
+    trunk, _ = tdf.partition(members[0], "0.*")
+    _, others = tdf.partition(members, "0.*")
+    model = EnsembleModule(tdf.functional(make_on_frozen_trunk())[0], tdf.combine(trunk, others), shared="0.*")
+    assert not model.get_parameter("members.0.weight").requires_grad

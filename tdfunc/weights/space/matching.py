@@ -101,7 +101,8 @@ def weight_matching(a: TensorCollection, b: T, *, groups: Sequence[Group] | None
     Args:
         a: The model that does not change.
         b: The model to reorder.
-        groups: The leaves of each order. By default `channel_groups(b)`.
+        groups: The leaves of each order. By default `channel_groups(b)`, for a chain of layers. Leave out the channels
+            before a `GroupNorm` of several groups, whose order is part of the function.
         max_iter: The largest number of rounds over the groups.
 
     Raises:
