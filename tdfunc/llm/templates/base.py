@@ -530,8 +530,10 @@ def make_call(name: Any, arguments: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def make_reply(calls: Sequence[dict[str, Any]], content: str) -> Message:
-    """Return a reply with calls, and with a content unless it is empty."""
+def make_reply(text: str, calls: Sequence[dict[str, Any]], content: str) -> Message:
+    """Return a reply with calls, and with a content unless it is empty; raw text if marks of calls have none."""
+    if not calls:
+        return unparsed(text, "there is no call between the marks of calls")
     message: Message = {"role": "assistant", "tool_calls": list(calls)}
     if content:
         message["content"] = content

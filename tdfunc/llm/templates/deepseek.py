@@ -136,7 +136,7 @@ class DeepSeek(AbstractPieceTemplate):
             except ValueError as err:
                 return unparsed(text, f"tool call {len(found)}: {err}")
             at = match.end()
-        return make_reply(found, content)
+        return make_reply(text, found, content)
 
 
 def _system_pieces(conversation: Conversation) -> list[Piece]:

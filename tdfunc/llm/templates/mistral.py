@@ -136,7 +136,7 @@ class Mistral(AbstractPieceTemplate):
             calls = [_read_call(call) for call in load_json(body)]
         except (ValueError, TypeError) as err:
             return unparsed(text, f"the calls are not a list of objects in JSON: {err}")
-        return make_reply(calls, content)
+        return make_reply(text, calls, content)
 
 
 def _call_pieces(message: Message, i: int) -> list[Piece]:

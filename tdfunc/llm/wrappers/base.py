@@ -439,8 +439,8 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             tensordict_out: None, since a tree is not written to.
             logits_key: The place of logits from `logits_only=True` or `tdfunc.llm.logits`. Without it, or if the tree
                 has no such entry, the logits are computed.
-            mask_key: The place of a mask of the tokens that count, such as the assistant's tokens, shape (*B, T), padded
-                at the same side.
+            mask_key: The place of a mask of the tokens that count, such as the assistant's tokens, shape (*B, T),
+                padded at the same side.
             as_padded_tensor: Return padded results, which is the default.
             as_nested_tensor: Return results as nested tensors.
             padding_value: A number for all logits of a pad. It has no effect, since logits are normalized.

@@ -165,6 +165,18 @@ def test_no_reply_is_thrown_away(name, text):
     assert [(reply, message) for reply, message in parsed if is_shortened(reply, message)] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "reply"),
+    [("mistral", "[TOOL_CALLS] []"), ("deepseek", "So: <｜tool▁calls▁begin｜><｜tool▁calls▁end｜>")],
+)
+def test_marks_of_calls_without_a_call_are_kept(name, reply):
+    """A message with no calls would be written without the marks."""
+    message = ALL[name].parse_reply(reply)
+
+    assert message["content"] == reply
+    assert message["parse_error"] == "there is no call between the marks of calls"
+
+
 @pytest.mark.parametrize("name", ALL)
 @given(text=REPLIES)
 def test_a_reply_that_does_not_parse_stays_as_it_is(name, text):
