@@ -466,6 +466,7 @@ def check_message_numbers(rank):
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_a_message_that_was_left(tmp_path):
     """Both ranks raise at the next message, and those after it arrive, also where they were awaited before."""
     run_ranks(check_message_numbers, 2, tmp_path, timeout_s=TIMEOUT_S)

@@ -42,6 +42,7 @@ def _save(rank, folder):
     assert_same(like.apply(lambda x: x.to_local()), tree.apply(lambda x: x.to_local()))
 
 
+@pytest.mark.slow
 def test_folders_of_torch_distributed_checkpoint(tmp_path):
     """Two ranks save with torch; tdfunc loads what torch consolidated, whole and by slices."""
     run_ranks(_save, 2, tmp_path, tmp_path)

@@ -51,6 +51,7 @@ def _interrupt(rank, home, outer, inner):
         assert tdf.load(home / "tree.safetensors")["w"].tolist() == list(range(8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("outer", "inner"),
     [("save", "save"), ("save", "all_reduce"), ("manager", "manager"), *[(name, "save") for name in list(CALLS)[2:]]],
@@ -115,6 +116,7 @@ def _send_in_a_handler(rank):
         ONE.send(1)
 
 
+@pytest.mark.slow
 def test_a_handler_in_the_middle_of_a_message(tmp_path):
     """The frames of two messages are not mixed: the handler's call raises, and the next message works."""
     run_ranks(_send_in_a_handler, 2, tmp_path, timeout_s=TIMEOUT_S)

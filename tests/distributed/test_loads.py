@@ -34,6 +34,7 @@ def _load_late(rank, home, step):
     assert manager.load(like=like)["w"].full_tensor().unique().numel() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_save_between_the_calls_of_the_ranks(tmp_path, step):
     """A new step, or the same one replaced: no rank has the part of another save."""
@@ -63,6 +64,7 @@ def _replace_between(rank, home):
     assert found["w"].full_tensor().tolist() == [2.0] * 8
 
 
+@pytest.mark.slow
 def test_a_step_that_is_replaced_between_two_reads(tmp_path):
     """The digests of the trees differ, and all ranks read again."""
     _save(tmp_path / "run", 1, 1)
@@ -84,6 +86,7 @@ def _fall_back(rank, home):
     assert found["w"].full_tensor().tolist() == [1.0] * 8
 
 
+@pytest.mark.slow
 def test_ranks_fall_back_together(tmp_path):
     """An error of one rank's disk sends all ranks to the older step."""
     _save(tmp_path, 1, 1)

@@ -122,6 +122,7 @@ PLACEMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PLACEMENTS)
 def test_placements_of_ranks_that_differ_in_what_is_sharded(tmp_path, case):
     """Also a rank that shards nothing hears of it, at once; the next equal call works."""
@@ -165,6 +166,7 @@ def _lazy_rows(rank):
     assert to_local(shard(tree, line)).batch_size == (2, 3)
 
 
+@pytest.mark.slow
 def test_a_lazy_stack_behind_the_members_is_spread(tmp_path):
     """Its leaves have the members first."""
     run_ranks(_lazy_rows, 2, tmp_path, timeout_s=20)

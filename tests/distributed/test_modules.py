@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -100,6 +101,7 @@ def _modules(rank):
     assert list(tree.state_dict()) == list(parallel.state_dict())
 
 
+@pytest.mark.slow
 def test_modules_of_engines(tmp_path):
     """Trees, functions and gradients of sharded modules equal the plain module's, which stays as it is."""
     run_ranks(_modules, 2, tmp_path)

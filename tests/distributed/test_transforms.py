@@ -96,6 +96,7 @@ def call_with_constants(rank, wrap):
     assert rank == 0 or got["message"]["x"].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", list(TRANSFORMS.values()), ids=list(TRANSFORMS))
 def test_constants_go_between_ranks_inside_of_a_transform(wrap, tmp_path):
     """The tensors of a message are none of the transform's."""

@@ -112,6 +112,7 @@ def _train_uneven(rank, name):
     assert_trees_equal(got.apply(lambda leaf: leaf.full_tensor()), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNEVEN)
 def test_parts_of_unequal_lengths(name, tmp_path):
     """FSDP2 shards dimensions that its ranks do not divide."""
@@ -133,6 +134,7 @@ def _train_by_sums(rank, name):
     assert_trees_equal(got.apply(lambda leaf: leaf.full_tensor()), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adagrad", "nadam", "adafactor"])
 def test_gradients_that_ranks_have_parts_of(name, tmp_path):
     """A batch that is sharded gives each rank a part of the sum."""

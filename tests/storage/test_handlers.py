@@ -21,6 +21,7 @@ def count(kind, folder, *, seed, lines, times):
     return ast.literal_eval(ended(run(SCRIPT, kind, folder, seed, lines, times)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Shards", "SaverQueue", "ManagerKeeps"])
 def test_a_handler_that_saves_during_a_save(kind, tmp_path):
     """At random lines of tdfunc and of the standard library, and at random times."""
