@@ -107,15 +107,16 @@ def of_source(read):
     return lambda path: read(ast.parse(path.read_text()))
 
 
+# Syntax trees of the whole package take seconds.
 @pytest.mark.parametrize(
     ("name", "paths", "read"),
     [
         ("pages", PAGES, pages),
         ("notebooks", NOTEBOOKS, notebook_pages),
         ("docstrings", SOURCES, of_source(public_docstrings)),
-        ("private docstrings", SOURCES, of_source(private_docstrings)),
-        ("comments", SOURCES, comments),
-        ("messages", SOURCES, of_source(messages)),
+        pytest.param("private docstrings", SOURCES, of_source(private_docstrings), marks=pytest.mark.slow),
+        pytest.param("comments", SOURCES, comments, marks=pytest.mark.slow),
+        pytest.param("messages", SOURCES, of_source(messages), marks=pytest.mark.slow),
     ],
 )
 def test_sentences_keep_the_rules(name, paths, read):

@@ -46,7 +46,7 @@ def test_ensembles(name, how, device):
 
 
 @pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
-@pytest.mark.parametrize("how", WRAPS)
+@pytest.mark.parametrize("how", quick(WRAPS, "eager", "jit", "cudagraphs"))
 @pytest.mark.parametrize("name", quick(MODELS, "mlp"))
 def test_steps(name, how, donate, device):
     """Four steps with dropout and buffers end at the weights of the CPU, donated or not."""
