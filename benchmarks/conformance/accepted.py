@@ -120,7 +120,7 @@ OF_KINDS = (
         TUPLE,
         has_lazy,
         named("set"),
-        only_ours_raises("one for each tree", "leading dimensions"),
+        only_ours_raises("one value for each tree", "leading dimensions"),
         rare=("kinds", 201, 861),
     ),
     Accepted(TUPLE, has_lazy, equal_unstacked),
@@ -341,7 +341,7 @@ ACCEPTED = (
     Accepted(
         DIMS,
         named("permute"),
-        only_ours_raises("exactly once"),
+        only_ours_raises("missing, or named twice"),
         batch(lambda size, d: len(d) != len(size)),
         rare=("case", 201, 301),
     ),
@@ -438,7 +438,7 @@ ACCEPTED = (
     Accepted(FLATTEN, named("unflatten"), differs_in("size", "names", "value"), their_size(lambda size: -1 in size)),
     Accepted(FLATTEN, named("unflatten"), differs_in("names"), newer=True),
     Accepted(WORDS, named(*REDUCTIONS), only_theirs_raises("requires this object to be cast"), newer=True),
-    Accepted(CHECKED, named("flatten"), has_lazy, only_ours_raises("start_dim must not come after"), newer=True),
+    Accepted(CHECKED, named("flatten"), has_lazy, only_ours_raises("start_dim comes after"), newer=True),
     Accepted(
         FLATTEN,
         named("flatten"),
