@@ -149,6 +149,13 @@ def test_an_entry_that_mergekit_does_not_read_is_noted(entry, value, capsys):
     assert f"not used, as by mergekit: {entry}" in capsys.readouterr().err
 
 
+def test_a_configuration_whose_entries_are_all_used_is_not_noted(capsys):
+    """Nothing is printed."""
+    make_config(MODELS)
+
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tdfunc import TensorDict, lazy_stack
+from tdfunc.core.walk import same_keys
 from tests.core.test_ties import tied
 
 TREE = TensorDict({"x": torch.zeros(2), "y": torch.ones(2)}, [2], names=["row"], device="cpu")
@@ -50,3 +51,15 @@ def test_kinds_of_dropped_leaves_go():
     tree = TensorDict.from_module(nn.Linear(2, 3)).apply(lambda x: x if x.dim() == 2 else None)
 
     assert tree.set("bias", torch.zeros(3)).kind("bias") is None
+
+
+@pytest.mark.parametrize(
+    "other", [{"n": {"b": 0.0}}, {"n": {"a": 0.0, "b": 0.0}}, {"n": 0.0}, {"m": {"a": 0.0}}], ids=str
+)
+def test_same_keys_are_those_of_inner_nodes_too(other):
+    """A node is compared with the node at its place, and not with a leaf."""
+    tree = TensorDict({"n": {"a": 0.0}})
+
+    assert same_keys(tree, TensorDict({"n": {"a": 1.0}}))
+    assert not same_keys(tree, TensorDict(other))
+    assert not same_keys(TensorDict(other), tree)
