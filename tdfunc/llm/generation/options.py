@@ -352,7 +352,7 @@ def _drop_foreign(entries: dict[str, Any], known: Mapping[str, Any]) -> None:
     for name in foreign:
         del entries[name]
     warnings.warn(
-        f"generate: the GenerationConfig has the entries {brief(foreign)}, which are no options of transformers and "
+        f"generate: the GenerationConfig has the entries {brief(foreign)}, which are not options of transformers and "
         "are not used.",
         stacklevel=5,
     )
