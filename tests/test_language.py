@@ -76,11 +76,18 @@ def comments(path):
 
 
 def messages(tree):
-    """The texts of each raise statement, with their lines."""
+    """The texts of each raise statement and of each warning, with their lines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and node.exc is not None:
-            parts = [one for one in ast.walk(node.exc) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-            yield from ((part.lineno, part.value) for part in parts)
+            yield from strings(node.exc)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("warn"):
+            yield from strings(node)
+
+
+def strings(tree):
+    """The texts in an expression, with their lines."""
+    parts = [one for one in ast.walk(tree) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    yield from ((part.lineno, part.value) for part in parts)
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

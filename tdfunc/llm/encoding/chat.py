@@ -60,7 +60,7 @@ def apply_template(history: Any, options: ChatOptions, tools: Sequence[Any] | No
     if with_others:
         warnings.warn(
             f"apply_chat_template: tools= is not used for {len(with_others)} of {len(flat)} conversations, which have "
-            "other tools of their own.",
+            "tools themselves.",
             stacklevel=3,
         )
     if not options.tokenize:
