@@ -15,6 +15,7 @@ from tdfunc._jit.code import compile_graph
 from tdfunc._jit.cudagraphs import CudaGraphs
 from tdfunc._jit.environment import Environment
 from tdfunc._jit.graph import clean, draws
+from tdfunc._jit.results import Build
 from tdfunc._jit.signature import (
     Arguments,
     Contexts,
@@ -55,7 +56,7 @@ class _Program(NamedTuple):
     """A trace that is ready to be replayed."""
 
     run: Callable[..., Any]
-    build: Callable[..., Any]
+    build: Build
     trained: tuple[int, ...]
     module: fx.GraphModule
     # Captured tensors, and what shows that they were written.
@@ -114,7 +115,7 @@ class Jitted(Generic[P, R]):
                 outputs = program.run(*given.leaves)
         for i in program.trained:
             outputs[i].requires_grad_()
-        return program.build(outputs, given.nodes)
+        return program.build(outputs, given.nodes, self._contexts)
 
     def __deepcopy__(self, memo: Any) -> "Jitted[P, R]":
         """Return one without traces, of a copy of the function: itself, but for a method or module its copy."""

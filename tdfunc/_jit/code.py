@@ -87,19 +87,38 @@ def compile_graph(module: fx.GraphModule, memory: Memory) -> Callable[..., list[
     writer = _Writer(module, memory)
     lines: list[str] = []
     names: list[str] = []
+    unpacked: set[fx.Node] = set()
     for node in module.graph.nodes:
         if node.op == "placeholder":
             names.append(node.name)
         elif node.op == "output":
             lines.append(f"return [{', '.join(map(writer.spell, node.args[0]))}]")
-        elif node.op != "get_attr" and node not in writer.constants:
-            lines.append(f"{node.name} = {writer.call(node)}")
-            dead = writer.dead.get(node)
+        elif node.op != "get_attr" and node not in writer.constants and node not in unpacked:
+            items = _list_items(node)
+            unpacked |= set(items)
+            targets = [item.name for item in items] or [node.name]
+            lines.append(f"{', '.join(targets)} = {writer.call(node)}")
+            dead = [name for each in (node, *items) for name in writer.dead.get(each, ())]
+            if items:
+                dead.remove(node.name)
             if dead:
                 lines.append(" = ".join([*dead, "None"]))
     source = "\n    ".join([f"def replay({', '.join(names)}):", *lines])
     exec(compile(source, "<jit>", "exec"), writer.scope)
     return writer.scope["replay"]
+
+
+def _list_items(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that take every item of a node's list, if they follow it in order: one line unpacks them."""
+    count = len(tensors_of(node))
+    items: list[fx.Node] = []
+    following = node.next
+    while following.target is operator.getitem and following.args == (node, len(items)):
+        items.append(following)
+        following = following.next
+    if count > 1 and len(items) == len(node.users) == count:
+        return items
+    return []
 
 
 def _join_views(graph: fx.Graph) -> None:

@@ -54,7 +54,7 @@ class Contexts:
         if found is not None and found[0] is context:
             return found[1]
         if len(self._known) >= _MAX_CONTEXTS:
-            self.clear()
+            self._known.clear()
         # All that a context holds: its own == leaves most of it out.
         static = context.static or Static()
         own = (tuple(static.kinds.items()), static.ties, _frozen(static.own))
@@ -62,6 +62,8 @@ class Contexts:
         key = (cls, context.keys, context.order, context.ties, *size, own, context.grafts)
         number = self._numbers.get(key)
         if number is None:
+            if len(self._numbers) >= _MAX_CONTEXTS:
+                self.clear()
             number = self._numbers.setdefault(key, next(self._next))
         self._known[id(context)] = (context, number)
         return number
@@ -136,10 +138,16 @@ def _describe_tree(contexts: Contexts, tree: TensorCollection, out: Arguments, w
     _describe_each(contexts, children, out, where)
     # Other values than tensors and trees may change and stay the same object.
     if note is epoch and _FIXED.issuperset(map(type, parts[begins[2] :])):
-        note = (epoch, *[column[begin:] for column, begin in zip(out, begins, strict=True)])
-        object.__setattr__(tree, "_note", note)
+        note_description(tree, epoch, leaves[begins[0] :], nodes[begins[1] :], parts[begins[2] :])
     elif note is not epoch:
         object.__setattr__(tree, "_note", epoch)
+
+
+def note_description(
+    tree: TensorCollection, epoch: object, leaves: list[Tensor], nodes: list[Any], parts: list[Any]
+) -> None:
+    """Note in a tree what `describe` would append for it, the tree itself left out of the nodes."""
+    object.__setattr__(tree, "_note", (epoch, leaves, nodes, parts))
 
 
 # The parts of trees and tensors.

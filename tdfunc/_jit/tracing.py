@@ -30,14 +30,13 @@ from torch.utils._python_dispatch import (
 )
 
 from tdfunc._jit.environment import Environment, contents, seeds_error
+from tdfunc._jit.results import Build, make_builder
 from tdfunc._jit.signature import refill
 from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.context import in_functorch, is_tracing
 from tdfunc.core.errors import CaptureError, ImmutableError, LeafMismatchError, UnsupportedError, user_line
 from tdfunc.core.memory import storage_id
-from tdfunc.core.nontensor import NonTensorBase, NonTensorData
-from tdfunc.core.pytree import flatten, flatten_with_paths
-from tdfunc.core.walk import node_like
+from tdfunc.core.pytree import flatten_with_paths
 
 # Their schemas do not say that they update the running statistics: (index of the statistics, index of `training`, or
 # None if they always do). A test searches all schemas of torch for others.
@@ -73,8 +72,7 @@ class Trace(NamedTuple):
     """A recorded run: the graph, whose output is a list of tensors, and how to make the result of them."""
 
     graph: fx.GraphModule
-    # From the outputs and the nodes among the arguments.
-    build: Callable[[Sequence[Any], Sequence[Any]], Any]
+    build: Build
     # Outputs that the function made to require grad.
     trained: tuple[int, ...]
     # The tensors from outside that it holds.
@@ -395,7 +393,7 @@ def trace(
         finally:
             watch.restore()
         slots: list[Tensor] = []
-        build = _make_builder(out, slots, _places_of(nodes), "the result")
+        build = make_builder(out, slots, nodes)
         outputs = [watch._node(tensor) for tensor in slots]
         if watch.captures and not constants:
             raise watch.capture_error()
@@ -437,15 +435,6 @@ def _add_placeholders(tracer: Any, fakes: list[Tensor]) -> None:
             proxy_tensor.track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
 
 
-def _places_of(nodes: list[Any]) -> dict[Any, int]:
-    """Return the place of each node by its id, and by ("data", id) the place of each value held for a whole batch."""
-    places: dict[Any, int] = {id(node): i for i, node in enumerate(nodes)}
-    for i, node in enumerate(nodes):
-        if isinstance(node, NonTensorData):
-            places["data", id(node.data)] = i
-    return places
-
-
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     try:
         return fn(*args, **kwargs)
@@ -480,61 +469,6 @@ def _no_gradient(args: Any, kwargs: Any) -> LeafMismatchError:
         expected="leaves of a floating-point dtype",
         got=str(dtype).removeprefix("torch."),
         hint="params, buffers = tdf.split(tree) separates buffers; tdf.grad leaves integers out.",
-    )
-
-
-_ATOMS = (bool, int, float, complex, str, bytes, type(None))
-_PLAIN_VALUES = (*_ATOMS, torch.dtype, torch.device, torch.Size, NonTensorBase)
-_Build = Callable[[Sequence[Any], Sequence[Any]], Any]
-
-
-def _make_builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: str) -> _Build:
-    """Return the function that makes a result like `out` of a replay's outputs and of the argument trees."""
-    if isinstance(out, Tensor):
-        place = len(slots)
-        slots.append(out)
-        return lambda values, _: values[place]
-    if id(out) in nodes:
-        same = nodes[id(out)]
-        return lambda _, trees: trees[same]
-    if isinstance(out, NonTensorData) and ("data", id(out.data)) in nodes:
-        # With another batch size: the value comes from the call, which may be a list that has changed since.
-        source = nodes["data", id(out.data)]
-        size = out.shape
-        return lambda _, trees: NonTensorData(trees[source].data, size)
-    if isinstance(out, _PLAIN_VALUES):
-        return lambda *_: out
-    return _make_node_builder(out, slots, nodes, where)
-
-
-def _make_node_builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], where: str) -> _Build:
-    """Return the builder of a tree or container, whose parts have builders."""
-    kind = type(out)
-
-    def list_parts(children: Iterable[Any]) -> list[_Build]:
-        return [_make_builder(child, slots, nodes, f"{where}[{i}]") for i, child in enumerate(children)]
-
-    if isinstance(out, TensorCollection):
-        children, context = flatten(out)
-        parts = list_parts(children)
-        return lambda values, trees: node_like(kind, context, tuple([part(values, trees) for part in parts]))
-    if isinstance(out, (tuple, list)):
-        parts = list_parts(out)
-        make = kind._make if hasattr(kind, "_fields") else kind
-        return lambda values, trees: make([part(values, trees) for part in parts])
-    if kind is dict:
-        named = {key: _make_builder(item, slots, nodes, f"{where}[{key!r}]") for key, item in out.items()}
-        return lambda values, trees: {key: part(values, trees) for key, part in named.items()}
-    if kind in torch_pytree.SUPPORTED_NODES:
-        node = torch_pytree.SUPPORTED_NODES[kind]
-        children, context = node.flatten_fn(out)
-        parts = list_parts(children)
-        return lambda values, trees: node.unflatten_fn([part(values, trees) for part in parts], context)
-    raise UnsupportedError(
-        f"jit: {where} of the function is an object that a replay cannot make again.",
-        expected="tensors, trees, numbers, strings and containers of these",
-        got=kind.__name__,
-        hint="return its tensors, or register its class as a pytree.",
     )
 
 

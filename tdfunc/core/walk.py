@@ -4,14 +4,16 @@ Lists of leaves have one of two orders. The order of the pytree registration (so
 cached contexts and is for optimizers and traced functions; insertion order is for kernels over many leaves.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from torch import Size, Tensor
 from torch.utils import _pytree as torch_pytree
 
-from tdfunc.core.collection import PLAIN, LeafOp, TensorCollection
+from tdfunc.core.collection import PLAIN, LeafOp, Slots, TensorCollection
 from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import TreeStructureError
 from tdfunc.core.keys import by_head, dotted
@@ -87,6 +89,31 @@ def node_like(cls: type[T], context: Context, children: tuple[Any, ...]) -> T:
     # The children are in the order of the context already: no need to sort them again.
     object.__setattr__(new, "_cache", _Flat(children, context))
     return new
+
+
+def make_node_maker(cls: type[T], context: Context) -> Callable[[tuple[Any, ...]], T]:
+    """Return `node_like` for one context: a third of its time, for nodes that are made again and again."""
+    if context.grafts:
+        return partial(node_like, cls, context)
+    order = context.order
+    in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple
+    if order != context.keys:
+        in_order = itemgetter(*map(context.keys.index, order))
+    size, device, names, static = context.batch_size, context.device, context.names, context.static
+
+    def make(children: tuple[Any, ...]) -> Any:
+        # As `_make` does it, without its call.
+        made: Any = Slots()
+        made._data = dict(zip(order, in_order(children), strict=True))
+        made._batch_size = size
+        made._device = device
+        made._names = names
+        made._static = static
+        made._cache = _Flat(children, context)
+        made.__class__ = cls
+        return made
+
+    return make
 
 
 def same_keys(a: TensorCollection, b: TensorCollection) -> bool:

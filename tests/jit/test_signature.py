@@ -4,6 +4,7 @@ import copy
 import random
 from collections import OrderedDict, defaultdict
 from decimal import Decimal
+from operator import is_
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+import tdfunc
 from tdfunc import NonTensorData, TensorDict, UnsupportedError
 from tdfunc._jit import jit
-from tdfunc._jit.signature import Contexts
+from tdfunc._jit.signature import Arguments, Contexts, describe
 from tdfunc.core.pytree import flatten
 from tests.helpers import TiedLM, assert_trees_equal
 
@@ -363,7 +365,59 @@ def test_numbers_of_structures_take_bounded_memory():
     kept = [flatten(TensorDict({str(i): torch.ones(1)}))[1] for i in range(4097)]
 
     assert len({contexts.number(TensorDict, context) for context in (*kept, kept[0])}) == 4098
-    assert len(contexts._known) == 2
+    assert len(contexts._numbers) == 2
+
+
+def test_many_live_trees_of_one_structure_are_recorded_once():
+    """More trees than structures are remembered by identity: a call with each of them finds the same record."""
+    fn = jit(lambda tree: tree["a"] * 2)
+    trees = [TensorDict({"a": torch.ones(1)}) for _ in range(4200)]
+    for tree in trees * 2:
+        fn(tree)
+
+    assert fn.cache_info().misses == 1
+
+
+def make_dict(x):
+    """Nested trees, and leaves between them, in another order than that of sorted keys."""
+    return TensorDict({"w": x, "a": {"d": x, "c": {"e": x}}, "b": x + 1})
+
+
+def make_named(x):
+    """A batch size, names and a device."""
+    return TensorDict({"z": x, "y": {"q": x}}, [2], names=["m"], device="cpu")
+
+
+def make_lazy(x):
+    """A stack of ragged trees."""
+    return tdfunc.lazy_stack([TensorDict({"a": x}, [2]), TensorDict({"a": torch.cat([x, x], 1)}, [2])])
+
+
+@pytest.mark.parametrize("make", [make_dict, make_named, make_lazy, lambda x: TensorDict({"e": {}, "x": x})])
+def test_a_result_is_described_as_a_new_tree(make):
+    """What a replay notes in its results is what the next call would find in them."""
+    fn = jit(make)
+    for _ in range(2):
+        result = fn(torch.randn(2, 3))
+    assert hasattr(result, "_note")
+    noted, plain = (Arguments([], [], []) for _ in range(2))
+    describe(fn._contexts, result, noted)
+    object.__delattr__(result, "_note")
+    describe(fn._contexts, result, plain)
+
+    assert noted == plain
+    assert all(map(is_, noted.nodes, plain.nodes))
+
+
+def test_results_of_one_function_are_recorded_once_by_another():
+    """The note of a result counts for the function that made it."""
+    first, second = jit(make_dict), jit(lambda tree, x: make_dict(x + tree["a", "d"]))
+    x = torch.randn(2)
+    second(make_dict(x), x)
+    for _ in range(3):
+        assert_trees_equal(second(first(x), x), make_dict(x + x))
+
+    assert second.cache_info().misses == 1
 
 
 def test_a_tree_is_described_anew_for_each_function():
