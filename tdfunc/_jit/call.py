@@ -15,6 +15,7 @@ from tdfunc._jit.code import compile_graph
 from tdfunc._jit.cudagraphs import CudaGraphs
 from tdfunc._jit.environment import Environment
 from tdfunc._jit.graph import clean, draws
+from tdfunc._jit.pool import Pool
 from tdfunc._jit.results import Build
 from tdfunc._jit.signature import (
     Arguments,
@@ -44,12 +45,13 @@ _MAX_NAMED = 3
 
 
 class CacheInfo(NamedTuple):
-    """How often a call found its trace, and how many traces are kept."""
+    """How often a call found its trace, how many traces are kept, and the bytes of the memory that they reuse."""
 
     hits: int
     misses: int
     maxsize: int
     currsize: int
+    held_bytes: int = 0
 
 
 class _Program(NamedTuple):
@@ -73,6 +75,7 @@ class Jitted(Generic[P, R]):
         cache_size: int,
         reads: tuple[Callable[..., Any], ...] = (),
         constants: bool = False,
+        keep_bytes: int | None = None,
     ) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
@@ -80,12 +83,14 @@ class Jitted(Generic[P, R]):
         self._cache_size = cache_size
         self._reads = reads
         self._constants = constants
+        self._keep_bytes = keep_bytes
         if backend == "cudagraphs":
             self._graphs = CudaGraphs()
         else:
             self._graphs = backend if isinstance(backend, CudaGraphs) else None
         self._environment = Environment(fn, *reads, by_tensor=constants)
         self._contexts = Contexts()
+        self._pool = Pool(keep_bytes)
         self._lock = make_lock()
         self.cache_clear()
 
@@ -122,14 +127,12 @@ class Jitted(Generic[P, R]):
         new: Jitted[P, R] = object.__new__(type(self))
         # First, since a copy of the function may lead back here: a method of the object that holds this one.
         memo[id(self)] = new
-        Jitted.__init__(
-            new, copy.deepcopy(self._fn, memo), self._backend, self._cache_size, self._reads, self._constants
-        )
+        Jitted.__init__(new, copy.deepcopy(self._fn, memo), *self.options()[1:])
         return new
 
     def options(self) -> list[Any]:
         """Return the function and the options that it was made with."""
-        return [self._fn, self._backend, self._cache_size, self._reads, self._constants]
+        return [self._fn, self._backend, self._cache_size, self._reads, self._constants, self._keep_bytes]
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bind like a function, so that a method can be decorated."""
@@ -149,11 +152,15 @@ class Jitted(Generic[P, R]):
         return draws(self.graph(*args, **kwargs).graph)
 
     def cache_info(self) -> CacheInfo:
-        """Return hits, misses, the largest and the present number of traces (hits are approximate under threads)."""
-        return CacheInfo(self._hits, self._misses, self._cache_size, len(self._programs))
+        """Return hits, misses, the largest and the present number of traces, and the bytes of blocks that they reuse.
+
+        Hits are approximate under threads. `held_bytes` counts blocks that are in use.
+        """
+        return CacheInfo(self._hits, self._misses, self._cache_size, len(self._programs), self._pool.held_bytes())
 
     def cache_clear(self) -> None:
-        """Forget all traces and counts."""
+        """Forget all traces and counts, and free the memory that they reuse."""
+        self._pool.release()
         with self._lock:
             self._programs: OrderedDict[Any, _Program] = OrderedDict()
             self._contexts.clear()
@@ -268,7 +275,7 @@ class Jitted(Generic[P, R]):
         module = recorded.graph
         memory = clean(module)
         if self._backend is None:
-            run = compile_graph(module, memory)
+            run = compile_graph(module, memory, self._pool)
         else:
             with _suspend_autocast(modes()[-1] or ()):
                 if self._graphs is not None:
@@ -325,6 +332,7 @@ def jit(
     backend: str | Callable[..., Any] | None = None,
     cache_size: int = 64,
     captures: Captures = "refused",
+    keep_bytes: int | None = None,
 ) -> Jitted[P, R]: ...
 @overload
 def jit(
@@ -333,6 +341,7 @@ def jit(
     backend: str | Callable[..., Any] | None = None,
     cache_size: int = 64,
     captures: Captures = "refused",
+    keep_bytes: int | None = None,
 ) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
 def jit(
     fn: Any = None,
@@ -340,6 +349,7 @@ def jit(
     backend: str | Callable[..., Any] | None = None,
     cache_size: int = 64,
     captures: Captures = "refused",
+    keep_bytes: int | None = None,
 ) -> Any:
     """Record a function of tensors and trees once for each kind of arguments, and replay the record from then on.
 
@@ -374,6 +384,9 @@ def jit(
             `constants` of the record. If the variable or module of a constant holds another tensor, the function is
             recorded anew. If a constant was written, the call raises. If an attribute of another object no longer
             holds it, the constant stays.
+        keep_bytes: The most bytes of large blocks (16 MB and more, on the CPU) that are kept for the next calls, or 0
+            for none. By default they are what the results of two calls and all intermediate results take. A block is
+            used again when nothing else refers to its memory, and `cache_clear()` frees them.
 
     Returns:
         The function, with `cache_info()`, `cache_clear()` and `graph(*args)`.
@@ -401,6 +414,10 @@ def jit(
     """
     check_least("jit: cache_size", cache_size)
     check_choice("jit: captures", captures, ("refused", "constants"))
+    if keep_bytes is not None:
+        check_least("jit: keep_bytes", keep_bytes, 0)
     if fn is None:
-        return lambda wrapped: jit(wrapped, backend=backend, cache_size=cache_size, captures=captures)
-    return Jitted(fn, backend, cache_size, constants=captures == "constants")
+        return lambda wrapped: jit(
+            wrapped, backend=backend, cache_size=cache_size, captures=captures, keep_bytes=keep_bytes
+        )
+    return Jitted(fn, backend, cache_size, constants=captures == "constants", keep_bytes=keep_bytes)

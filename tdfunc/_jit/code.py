@@ -14,6 +14,8 @@ from torch import Tensor, fx
 
 from tdfunc._jit.graph import list_moved
 from tdfunc._jit.memory import Memory, tensors_of
+from tdfunc._jit.out import find_out
+from tdfunc._jit.pool import Pool
 from tdfunc.core.memory import storage_id
 
 aten = torch.ops.aten
@@ -80,11 +82,11 @@ _EXACT_DTYPES = (torch.float32, torch.float64, torch.int64)
 _GIVEN = ("placeholder", "get_attr")
 
 
-def compile_graph(module: fx.GraphModule, memory: Memory) -> Callable[..., list[Any]]:
-    """Return the function of the graph's placeholders that returns a list of its outputs."""
+def compile_graph(module: fx.GraphModule, memory: Memory, pool: Pool | None = None) -> Callable[..., list[Any]]:
+    """Return the function of the graph's placeholders that returns a list of its outputs, large ones from a pool."""
     _join_views(module.graph)
     memory.read(module.graph)
-    writer = _Writer(module, memory)
+    writer = _Writer(module, memory, pool)
     lines: list[str] = []
     names: list[str] = []
     unpacked: set[fx.Node] = set()
@@ -104,6 +106,8 @@ def compile_graph(module: fx.GraphModule, memory: Memory) -> Callable[..., list[
             if dead:
                 lines.append(" = ".join([*dead, "None"]))
     source = "\n    ".join([f"def replay({', '.join(names)}):", *lines])
+    if pool is not None:
+        pool.expect(writer.taken)
     exec(compile(source, "<jit>", "exec"), writer.scope)
     return writer.scope["replay"]
 
@@ -162,6 +166,12 @@ def _pool(x: Tensor, *args: list[int]) -> tuple[Tensor, Tensor]:
     return largest.contiguous(), indices.contiguous()
 
 
+def _copy_each(tensors: list[Tensor], new: list[Tensor]) -> list[Tensor]:
+    """Return copies of tensors in the memory of new ones."""
+    torch._foreach_copy_(new, tensors)  # pyright: ignore[reportPrivateImportUsage]
+    return new
+
+
 def _pools_faster(node: fx.Node) -> bool:
     # Any: an argument of a node.
     pooled: Any = node.args[0]
@@ -200,10 +210,13 @@ def _find_last_users(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 class _Writer:
     """Spells nodes, and binds what has no spelling to names of the code's scope."""
 
-    def __init__(self, module: fx.GraphModule, memory: Memory) -> None:
+    def __init__(self, module: fx.GraphModule, memory: Memory, pool: Pool | None) -> None:
         self.scope: dict[str, Any] = {}
         self._module = module
         self._memory = memory
+        self._pool = pool
+        # The bytes of each block that the code takes from the pool.
+        self.taken: list[int] = []
         # The names of bound values, by their keys.
         self._bound: dict[Any, str] = {}
         # The names of tensors that need no argument and are made once.
@@ -265,9 +278,35 @@ class _Writer:
             others = [arg for i, arg in enumerate(args) if i != overwritten]
             return f"{args[overwritten]}.{_IN_PLACE[target]}({', '.join(others)})"
         args += [f"{name}={self.spell(value)}" for name, value in node.kwargs.items()]
+        pooled = self._spell_pooled(node, args)
+        if pooled is not None:
+            return pooled
         if target in METHODS:
             return f"{args[0]}.{METHODS[target]}({', '.join(args[1:])})"
         return f"{self._function_of(node)}({', '.join(args)})"
+
+    def _spell_pooled(self, node: fx.Node, args: list[str]) -> str | None:
+        """Return the code of a call whose large results are taken from the pool; None for other nodes."""
+        made = tensors_of(node)
+        if self._pool is None or not any(map(self._pool.takes, made)):
+            return None
+        if node.target is aten._foreach_clone.default:
+            return f"{self.bind(_copy_each)}({args[0]}, [{', '.join(map(self._spell_new, made))}])"
+        call = find_out(node.target)
+        if call is None or len(made) != len(call.names):
+            return None
+        outs = [f"{name}={self._spell_new(value)}" for name, value in zip(call.names, made, strict=True)]
+        return f"{self.bind(call.fn)}({', '.join([*args, *outs])})"
+
+    def _spell_new(self, like: Tensor) -> str:
+        """Return the code that makes a tensor of any values."""
+        assert self._pool is not None
+        layout = f"{tuple(like.shape)}, {like.stride()}, dtype={self.bind(like.dtype)}"
+        if not self._pool.takes(like):
+            return f"{self.bind(torch.empty_strided)}({layout}, device={self.bind(like.device)})"
+        size_bytes = like.numel() * like.element_size()
+        self.taken.append(size_bytes)
+        return f"{self.bind(self._pool.take, 'take')}({layout}, size_bytes={size_bytes})"
 
     def _spell_view(self, node: fx.Node) -> str | None:
         """Return the code of an item or a view that is shorter than a call; None for other nodes."""

@@ -1,5 +1,6 @@
 """Random programs called with changing arguments and surroundings: a jitted function does as the function does."""
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from tdfunc import UnsupportedError
 from tdfunc._jit import jit
 from tests.helpers import examples
+from tests.jit.blocks import pool_all_sizes
 from tests.jit.pools import on_cpu
 
 # Around the widths of vectors, where kernels treat the rest apart.
@@ -160,7 +162,11 @@ def dense(x):
     return torch.where(x == x, x, torch.full_like(x, float("nan"))) if x.is_floating_point() else x
 
 
-@pytest.mark.parametrize("backend", [lambda: None, on_cpu], ids=["code", "captured"])
+@pytest.mark.parametrize(
+    ("backend", "around"),
+    [(lambda: None, nullcontext), (lambda: None, pool_all_sizes), (on_cpu, nullcontext)],
+    ids=["code", "pooled", "captured"],
+)
 @examples(0.6)
 @given(
     st.lists(STEP, min_size=3, max_size=12),
@@ -168,7 +174,7 @@ def dense(x):
     st.lists(PLACES, max_size=2),
     st.lists(CALLS, min_size=1, max_size=3),
 )
-def test_replays_follow_every_change(backend, steps, read, returned, calls):
+def test_replays_follow_every_change(backend, around, steps, read, returned, calls):
     """Replays equal the function to the last bit while shapes, dtypes, modes, devices and closures change."""
     subject = Subject(steps, read, returned)
     traced, differ = jit(subject.fn, backend=backend()), []
@@ -176,7 +182,8 @@ def test_replays_follow_every_change(backend, steps, read, returned, calls):
     for call in [*calls, *calls]:
         # A capture is of one device.
         call = call._replace(meta=call.meta and traced._graphs is None)
-        got = outcome(traced, subject, call)
+        with around():
+            got = outcome(traced, subject, call)
         expected = outcome(subject.fn, subject, call)
         if call.requires_grad and call.grad_mode and call.dtype.is_floating_point:
             wanted = "requires grad"

@@ -1,0 +1,68 @@
+"""Calls of operations that write their results into tensors that are there."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+# Of `x + number`, torch has a kernel that writes into `out` under the name for two tensors only.
+_WITH_NUMBERS = {getattr(aten, name).Scalar: getattr(aten, name).out for name in ("add", "sub", "mul", "div")}
+# Their kernels write into `out`, although torch registers them for all devices at once.
+_FOR_ALL_DEVICES = (aten.stack.out,)
+# torch 2.13 writes all elements before it reduces them, in an `out` that it makes larger.
+_RESIZED = (aten.binary_cross_entropy.out,)
+
+
+class OutCall(NamedTuple):
+    """A function of an operation's arguments that writes into the tensors under these keywords."""
+
+    fn: Callable[..., Any]
+    names: tuple[str, ...]
+
+
+# Any: an overload of torch.ops.
+@functools.cache
+def find_out(operation: Any) -> OutCall | None:
+    """Return the call that computes an operation on the CPU into given tensors; None where torch would copy.
+
+    torch has generated such an overload for most operations, and most of these compute a result and copy it. Those
+    with a kernel of the CPU are the others.
+    """
+    if operation in (aten.clone.default, aten._to_copy.default):
+        return OutCall(_copy, ("out",))
+    if operation in _WITH_NUMBERS:
+        return OutCall(_WITH_NUMBERS[operation]._op, ("out",))
+    schema = getattr(operation, "_schema", None)
+    if schema is None or not schema.returns or schema.is_mutable:
+        return None
+    if any([result.alias_info is not None for result in schema.returns]):
+        return None
+    packet = operation.overloadpacket
+    for overload in map(functools.partial(getattr, packet), packet.overloads()):
+        outs = [argument.name for argument in overload._schema.arguments if argument.is_write]
+        if len(outs) == len(schema.returns) and _describe(overload, outs) == _describe(operation, []):
+            if _has_own_kernel(overload):
+                return OutCall(overload._op, tuple(outs))
+            return None
+    return None
+
+
+def _describe(operation: Any, left_out: list[str]) -> list[tuple[str, str]]:
+    arguments = operation._schema.arguments
+    return [(argument.name, str(argument.type)) for argument in arguments if argument.name not in left_out]
+
+
+def _has_own_kernel(overload: Any) -> bool:
+    if overload in _RESIZED:
+        return False
+    has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+    return overload in _FOR_ALL_DEVICES or has_kernel(
+        overload._schema.name + "." + overload._schema.overload_name, "CPU"
+    )
+
+
+def _copy(x: Tensor, *, out: Tensor, **_: Any) -> Tensor:
+    return out.copy_(x)
