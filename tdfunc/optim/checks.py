@@ -23,7 +23,7 @@ from tdfunc.core.errors import (
 )
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import Difference, list_leaves, list_paths, same_keys, zip_trees
-from tdfunc.optim.lists import LOW_PRECISION, Coefficient, Leaves, wide_dtype
+from tdfunc.optim.lists import LOW_PRECISION, Coefficient, Leaves, place_alike, wide_dtype
 
 # The entry of a node's metadata that counts steps, and the count at which a loop is likely not to differentiate them.
 _STEPS = "tdfunc_steps"
@@ -182,24 +182,9 @@ def list_gradients(
 ) -> Leaves:
     """Return the leaves of the gradients as `list_matching` does, DTensors with the placements of their parameters."""
     values = list_matching(name, "gradient", params, leaves, grads, layout=layout)
-    # No function for each leaf, for speed.
-    if all([type(value) is Tensor for value in values]):
-        return values
-    return [_placed_like(value, leaf) for value, leaf in zip(values, leaves, strict=True)]
-
-
-# Any: tensors of any class.
-def _placed_like(value: Any, leaf: Any) -> Any:
-    """Return a gradient with the placements of its parameter.
-
-    Of a batch that is sharded each rank has a part of a sum. A step by it would make the parameter such a sum as well,
-    of which no rank has the values, and which cannot be saved.
-    """
-    wanted = getattr(leaf, "placements", None)
-    given = getattr(value, "placements", None)
-    if wanted is None or given is None or wanted == given or value.device_mesh != leaf.device_mesh:
-        return value
-    return value.redistribute(placements=wanted)
+    # Of a batch that is sharded each rank has a part of a sum. A step by it would make the parameter such a sum as
+    # well, of which no rank has the values, and which cannot be saved.
+    return place_alike(values, leaves)
 
 
 def _order_error(name: str, what: str, params: TensorCollection) -> TypeError:

@@ -165,6 +165,23 @@ def test_parameters_keep_their_placements(opt, place, mesh, generator):
     assert trained["x"].placements == (place,)
 
 
+def _train_few_rows(rank, name):
+    few = TensorDict({"x": distribute_tensor(torch.ones(1, 3), init_device_mesh("cpu", (2,)), [Shard(0)])})
+    make, _, options = RULES[name]
+    opt = make(**options)
+
+    trained, _ = train(opt.update, opt.init(few), few, [few] * 2)
+
+    assert trained["x"].placements == (Shard(0),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_rows_that_are_fewer_than_ranks_stay_sharded(name, tmp_path):
+    """A product of matrices is then whole on each rank."""
+    run_ranks(_train_few_rows, 2, tmp_path, name)
+
+
 @pytest.mark.parametrize(
     "opt",
     [adamw(0.1), muon(0.1), ema(adamw(0.1), 0.9), accumulate(adamw(0.1), 1), lookahead(adamw(0.1), 2)],
