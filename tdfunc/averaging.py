@@ -60,8 +60,9 @@ _FRESH = {"running_mean": 0, "running_var": 1, _TRACKED: 0}
 class SWA:
     """The running average of the parameters along a run.
 
-    The state has `mean`, a tree like the parameters, and `count`. Numbers of 16 bits are averaged in float32;
-    integers and bools, such as counters among buffers, come from the last update.
+    The state has `mean`, a tree like the parameters, and `count`. A member without an update has a count of 0, and
+    zeros as its mean. Numbers of 16 bits are averaged in float32; integers and bools, such as counters among buffers,
+    come from the last update.
 
     Source:
         Izmailov et al., "Averaging weights leads to wider optima and better generalization" (2018);
@@ -270,7 +271,7 @@ class Snapshots:
 
     def update(self, params: TensorCollection, state: T, *, active: Tensor | bool = True) -> T:
         """Return the state with this model as the newest member; arguments as in `SWA.update`."""
-        old = _parts("Snapshots.update", state, {"members"})
+        old = self._parts("Snapshots.update", state)
         count = _next_count("Snapshots.update", old, params, old["members"])
         members = _pushed("Snapshots.update", old["members"], maps.apply(params, lambda x: x.detach(), ()))
         return _advance("Snapshots.update", state, {"count": count, "members": members}, active)
@@ -284,7 +285,7 @@ class Snapshots:
         Raises:
             ValueError: No model was collected, or the members of a stack have collected different numbers of models.
         """
-        parts = _parts("Snapshots.stack", state, {"members"})
+        parts = self._parts("Snapshots.stack", state)
         counts = parts["count"].clamp(max=self.members)
         kept = int(counts.min())
         if kept == 0 or kept != int(counts.max()):
@@ -300,6 +301,15 @@ class Snapshots:
         if dims:
             return members.flatten(0, dims)
         return members
+
+    def _parts(self, call: str, state: Any) -> dict[str, Any]:
+        parts = _parts(call, state, {"members"})
+        members = parts["members"]._batch_size[-1]
+        if members != self.members:
+            raise TreeStructureError(
+                f"{call}: the state is of another number of members.", expected=self.members, got=members
+            )
+        return parts
 
 
 def cosine_cycles(peak_value: float | Tensor, cycle_steps: int) -> Schedule:

@@ -299,7 +299,8 @@ def elites(tree: T, scores: Tensor, members: int, *, mode: Mode = "min") -> T:
 
     Raises:
         BatchSizeError: The tree does not have a member for each score.
-        ValueError: `members` is below 1 or above E, or all scores are nan (not checked under a transform or `jit`).
+        ValueError: `members` is below 1 or above E, or all scores are nan or infinitely bad (not checked under a
+            transform or `jit`).
 
     Examples:
         >>> run = TensorDict({"lr": torch.tensor([0.1, 0.2, 0.3])}, [3])
@@ -318,8 +319,15 @@ def elites(tree: T, scores: Tensor, members: int, *, mode: Mode = "min") -> T:
     members = as_count("sweep: members", members)
     if members > total:
         raise error(ValueError, "sweep: members is out of range.", expected=f"1 to {total}", got=members)
-    if has_values() and not scores.is_meta and bool(scores.isnan().all()):
-        raise error(ValueError, "sweep: none of the scores is a number.", got=f"{total} times nan")
+    # The metric of a member that has never improved is infinite in the state of `EarlyStopping`.
+    is_usable = _sign(mode) * scores < math.inf
+    if has_values() and not scores.is_meta and not bool(is_usable.any()):
+        raise error(
+            ValueError,
+            "sweep: none of the scores is a number.",
+            expected="a score that is finite, or infinitely good",
+            got=brief(scores.tolist()),
+        )
     chosen: Any = rank(scores, mode=mode)[:members]
     return tree[chosen]  # pyright: ignore[reportIndexIssue]
 
@@ -352,7 +360,7 @@ def successive_halving(
         The members of the last rung, the best first.
 
     Raises:
-        ValueError: `rungs` or `factor` is below 1, or all scores of a rung are nan.
+        ValueError: `rungs` or `factor` is below 1, or all scores of a rung are nan or infinitely bad.
         BatchSizeError: `train` does not return all members, and one score for each.
 
     Source:

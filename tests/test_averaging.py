@@ -321,6 +321,10 @@ MESSAGES = [
      r"fewer than two models.*\[0, 0\]"),
     *[(lambda rule=rule: rule.init(tdf.lazy_stack([STACK, STACK])), tdf.UnsupportedError, "init: the members are not")
       for rule in RULES.values()],
+    (lambda: averaging.Snapshots(3).update(STACK, SNAPSHOTS.init(STACK)), tdf.TreeStructureError,
+     "Snapshots.update: the state is of another number of members.*3.*2"),
+    (lambda: averaging.Snapshots(3).stack(SNAPSHOTS.init(STACK)), tdf.TreeStructureError,
+     "Snapshots.stack: the state is of another number of members.*3.*2"),
     (lambda: SNAPSHOTS.stack(SNAPSHOTS.init(STACK)), ValueError, r"no models, or different numbers.*\[0, 0\]"),
     (lambda: SNAPSHOTS.update(STACK[0], SNAPSHOTS.init(STACK)), tdf.BatchSizeError,
      r"Snapshots.update.*different batch sizes.*\[2\].*\[\]"),

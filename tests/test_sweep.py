@@ -93,6 +93,15 @@ def test_bootstrap_indices_and_weights(seed, examples, members):
     assert torch.equal(weights, expected.float())
 
 
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_there_is_no_best_of_members_that_never_improved(mode):
+    """A sweep whose members have all diverged has their first weights as the best ones."""
+    stopping = sweep.EarlyStopping(2, mode=mode)
+    state = stopping.update(torch.full((2,), math.nan), stopping.init(2))
+    with pytest.raises(ValueError, match="none of the scores is a number"):
+        sweep.best(TensorDict({"w": torch.zeros(2)}, [2]), state["best"], mode=mode)
+
+
 @given(st.lists(st.lists(st.floats(-3, 3, width=16) | st.just(math.nan), min_size=3, max_size=3), max_size=12),
        st.integers(1, 4), st.sampled_from([0.0, 0.5]), MODES)  # fmt: skip
 def test_early_stopping_is_the_loop_in_python(history, patience, min_delta, mode):
@@ -282,7 +291,11 @@ MESSAGES = [
     (lambda: sweep.elites(TREE, torch.zeros(3, 2), 1), tdf.BatchSizeError, r"for each score.*\[3, 2, ...\].*\[3, 2\]"),
     (lambda: sweep.elites(TREE, torch.tensor(0.0), 1), tdf.BatchSizeError, r"for each score.*\[3\].*shape \[\]"),
     (lambda: sweep.elites(TREE, torch.zeros(3), 4), ValueError, "members is out of range.*1 to 3.*4"),
-    (lambda: sweep.best(TREE, torch.full((3,), math.nan)), ValueError, "^sweep: none of the scores.*3 times nan"),
+    (
+        lambda: sweep.best(TREE, torch.full((3,), math.nan)),
+        ValueError,
+        r"^sweep: none of the scores.*\[nan, nan, nan\]",
+    ),
     (
         lambda: STOPPING.update(torch.zeros(2), STOPPING.init(3)),
         tdf.BatchSizeError,

@@ -23,7 +23,7 @@ from tdfunc.core.errors import (
 )
 from tdfunc.core.keys import dotted
 from tdfunc.core.walk import Difference, list_leaves, list_paths, same_keys, zip_trees
-from tdfunc.optim.lists import LOW_PRECISION, Coefficient, Leaves, wide_dtype
+from tdfunc.optim.lists import LOW_PRECISION, Coefficient, Leaves, place_alike, wide_dtype
 
 # The entry of a node's metadata that counts steps, and the count at which a loop is likely not to differentiate them.
 _STEPS = "tdfunc_steps"
@@ -175,6 +175,16 @@ def list_matching(
             hint=hint,
         )
     return values
+
+
+def list_gradients(
+    name: str, params: TensorCollection, leaves: Leaves, grads: Any, *, layout: torch.layout | None = None
+) -> Leaves:
+    """Return the leaves of the gradients as `list_matching` does, DTensors with the placements of their parameters."""
+    values = list_matching(name, "gradient", params, leaves, grads, layout=layout)
+    # Of a batch that is sharded each rank has a part of a sum. A step by it would make the parameter such a sum as
+    # well, of which no rank has the values, and which cannot be saved.
+    return place_alike(values, leaves)
 
 
 def _order_error(name: str, what: str, params: TensorCollection) -> TypeError:

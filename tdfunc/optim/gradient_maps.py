@@ -14,7 +14,7 @@ from tdfunc.core.keys import Filter, FilterLike
 from tdfunc.core.types import Path
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.ops.base.reading import entries
-from tdfunc.optim.checks import check_dense, check_hyper, check_tree, list_matching
+from tdfunc.optim.checks import check_dense, check_hyper, check_tree, list_gradients
 from tdfunc.optim.lists import Leaves
 
 T = TypeVar("T", bound=TensorCollection)
@@ -40,7 +40,7 @@ class GradientMap:
         check_tree(self.name, "params", params)
         assert params is not None
         leaves = list_leaves(params)
-        given = list_matching(self.name, "gradient", params, leaves, grads)
+        given = list_gradients(self.name, params, leaves, grads)
         return rebuild(grads, self.pairs(grads, given, leaves))
 
 

@@ -112,6 +112,23 @@ def restore(leaves: Leaves, like: Leaves) -> Leaves:
     return [leaf.to(old.dtype) for leaf, old in zip(leaves, like, strict=True)]
 
 
+def place_alike(leaves: Leaves, like: Leaves) -> Leaves:
+    """Return leaves of which DTensors have the placements of others."""
+    # No function for each leaf, for speed.
+    if all([type(leaf) is Tensor for leaf in leaves]):
+        return leaves
+    return [_placed_like(leaf, old) for leaf, old in zip(leaves, like, strict=True)]
+
+
+# Any: tensors of any class.
+def _placed_like(leaf: Any, old: Any) -> Any:
+    wanted = getattr(old, "placements", None)
+    given = getattr(leaf, "placements", None)
+    if wanted is None or given is None or wanted == given or leaf.device_mesh != old.device_mesh:
+        return leaf
+    return leaf.redistribute(placements=wanted)
+
+
 def spread(value: Tensor, leaves: Leaves, *, dtype: torch.dtype | None = None) -> Leaves:
     """Return a coefficient as one broadcastable tensor for each leaf, in its dtype if no other is given."""
     known: dict[tuple[int, torch.dtype, torch.device, Any], Tensor] = {}

@@ -24,6 +24,7 @@ from tdfunc.optim.checks import (
     check_members,
     check_state,
     check_step,
+    list_gradients,
     list_matching,
     list_trainable,
     warn_narrow,
@@ -124,7 +125,7 @@ class Optimizer(AbstractOptimizer):
         check_state(name, state, {"step", *rule.slots, *rule.scalars, *tensors})
         step = state._data["step"]
         check_step(name, step, size)
-        gradients = list_matching(name, "gradient", params, leaves, grads, layout=rule.layout)
+        gradients = list_gradients(name, params, leaves, grads, layout=rule.layout)
         slots = {slot: self._list_slot(slot, params, leaves, state._data[slot]) for slot in rule.slots}
         for key in tensors:
             tensors[key] = state._data[key]

@@ -19,7 +19,7 @@ from tdfunc.optim.base import How
 from tdfunc.optim.checks import warn_graph
 from tdfunc.optim.execution import carry_graph, select_members, takes_kernels
 from tdfunc.optim.kernel import Layout, Read, Replay, Written, promote, shorten, step_in_place
-from tdfunc.optim.lists import Leaves, Lists, restore
+from tdfunc.optim.lists import Leaves, Lists, place_alike, restore
 from tdfunc.optim.rule import Rule, Slots, Values, Work, number_of_step, read_values
 
 
@@ -48,9 +48,12 @@ class Run:
             return after
         if not takes_kernels([*params, *grads]):
             with torch.no_grad():
-                after = self._step_plain(params, grads, slots, scalars)
-            _keep_requires_grad(after[0], params)
-            return after
+                new, new_slots, new_scalars = self._step_plain(params, grads, slots, scalars)
+                # A product of matrices may be whole on each rank, where they have fewer rows than there are ranks.
+                new = place_alike(new, params)
+                new_slots = {slot: place_alike(leaves, slots[slot]) for slot, leaves in new_slots.items()}
+            _keep_requires_grad(new, params)
+            return new, new_slots, new_scalars
         active = self.how.active
         layout = Layout(tuple(slots), tuple(scalars), tuple(self.tensors))
         old = layout.join_written(Written(params, slots, scalars))

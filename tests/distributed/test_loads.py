@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import tdfunc as tdf
 from tdfunc import TensorDict
@@ -13,7 +14,7 @@ from tdfunc.storage.manager import manager as manager_module
 from tests.distributed.ranks import run_ranks
 
 TIMEOUT_S = 20
-LIKE = TensorDict({"w": torch.zeros(8)})
+LIKE = TensorDict({"w": torch.ones(8)})
 
 
 def _save(home, step, value, **options):
@@ -32,6 +33,23 @@ def _load_late(rank, home, step):
         time.sleep(1)
         _save(home / "run", step, 2, overwrite=True)
     assert manager.load(like=like)["w"].full_tensor().unique().numel() == 1
+
+
+def _load_like_sums(rank, home):
+    mesh = init_device_mesh("cpu", (2,))
+    tdf.save(_shard(), home / "model.safetensors")
+    like = TensorDict({"w": DTensor.from_local(torch.ones(8), mesh, [Partial()])})
+
+    found = tdf.load(home / "model.safetensors", like=like)
+
+    assert found["w"].placements == (Replicate(),)
+    assert torch.equal(found["w"].full_tensor(), LIKE["w"])
+
+
+@pytest.mark.slow
+def test_values_are_not_parts_of_a_sum(tmp_path):
+    """Each rank reads a leaf that it has a part of a sum of: the values are not added up."""
+    run_ranks(_load_like_sums, 2, tmp_path, tmp_path, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.slow

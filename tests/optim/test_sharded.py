@@ -10,6 +10,7 @@ from tdfunc.optim import (
     accumulate,
     adafactor,
     adamw,
+    adaptive_grad_clip,
     apply_if_finite,
     chain,
     clip_by_global_norm,
@@ -139,6 +140,46 @@ def _train_by_sums(rank, name):
 def test_gradients_that_ranks_have_parts_of(name, tmp_path):
     """A batch that is sharded gives each rank a part of the sum."""
     run_ranks(_train_by_sums, 2, tmp_path, name)
+
+
+BY_SUMS = {
+    "sgd": sgd(0.1),
+    "momentum": sgd(0.1, momentum=0.9, nesterov=True),
+    "adafactor": adafactor(0.1),
+    "accumulate": accumulate(sgd(0.1), 2),
+    "chain": chain(clip_by_global_norm(0.1), adaptive_grad_clip(0.1), sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("place", [Replicate(), Shard(0)], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("opt", BY_SUMS.values(), ids=BY_SUMS)
+def test_parameters_keep_their_placements(opt, place, mesh, generator):
+    """A step by gradients that are parts of a sum does not make parameters and state such sums."""
+    params = TensorDict({"x": distribute_tensor(torch.randn(3, 2, generator=generator), mesh, [place])})
+    grads = params.apply(lambda leaf: DTensor.from_local(torch.ones(3, 2), mesh, [Partial()]))
+
+    trained, state = train(opt.update, opt.init(params), params, [grads] * 3)
+
+    spread_leaves = [leaf for tree in (trained, state) for leaf in tree.leaves() if isinstance(leaf, DTensor)]
+    assert [leaf for leaf in spread_leaves if leaf.placements[0].is_partial()] == []
+    assert trained["x"].placements == (place,)
+
+
+def _train_few_rows(rank, name):
+    few = TensorDict({"x": distribute_tensor(torch.ones(1, 3), init_device_mesh("cpu", (2,)), [Shard(0)])})
+    make, _, options = RULES[name]
+    opt = make(**options)
+
+    trained, _ = train(opt.update, opt.init(few), few, [few] * 2)
+
+    assert trained["x"].placements == (Shard(0),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_rows_that_are_fewer_than_ranks_stay_sharded(name, tmp_path):
+    """A product of matrices is then whole on each rank."""
+    run_ranks(_train_few_rows, 2, tmp_path, name)
 
 
 @pytest.mark.parametrize(

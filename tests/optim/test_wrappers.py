@@ -375,6 +375,32 @@ def test_ema_around_accumulate_counts_gradients(generator):
     assert state["count"].tolist() == [8] * 3
 
 
+@pytest.mark.parametrize("size", [(), (3,)], ids=["one", "members"])
+def test_accumulate_with_a_smaller_number_goes_on(size):
+    """A run that continues in the middle of a sum by another `every` steps by the mean of what is there."""
+    params = TensorDict({"w": torch.zeros(*size, 2)}, size)
+    grads = [torch.full_like(params, float(i)) for i in range(6)]
+    before = optim.accumulate(optim.sgd(1.0), 8)
+    _, state = train(before.update, before.init(params), params, grads[:5])
+
+    got, state = optim.accumulate(optim.sgd(1.0), 4).update(params, grads[5], state)
+
+    assert torch.equal(got["w"], torch.full((*size, 2), -2.5))
+
+
+@pytest.mark.parametrize("size", [(), (3,)], ids=["one", "members"])
+def test_lookahead_with_a_smaller_number_goes_on(size):
+    """A run that continues by another `every` moves the slow parameters again."""
+    params = TensorDict({"w": torch.zeros(*size, 2)}, size)
+    before = optim.lookahead(optim.sgd(1.0), 6)
+    params, state = train(before.update, before.init(params), params, [torch.ones_like(params)] * 5)
+
+    opt = optim.lookahead(optim.sgd(1.0), 3)
+    got, state = opt.update(params, torch.ones_like(params), state)
+
+    assert torch.equal(opt.eval_params(got, state)["w"], torch.full((*size, 2), -3.0))
+
+
 def test_sam_of_members_and_auxiliary_values(generator):
     """Members take steps uphill of one length each; a tuple's other entries are those at the parameters."""
     params = random_tree(generator, torch.float64)

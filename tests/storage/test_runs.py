@@ -216,3 +216,22 @@ def test_the_folder_of_a_run_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="CheckpointManager") as caught:
         tdfunc.load(tmp_path)
     assert tdfunc.load(str(caught.value).split("load('")[1].split("'")[0])["w"] == 3
+
+
+def resolved_names_of_a_save(folder, kept, monkeypatch):
+    """Return how often a save follows the links of a name, which looks at each part, if so many steps are kept."""
+    manager = CheckpointManager(folder)
+    for step in range(kept):
+        manager.save(step, TensorDict({"w": torch.ones(1)}))
+    real = os.path.realpath
+    names = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os.path, "realpath", lambda name, **options: names.append(name) or real(name, **options))
+        manager.save(kept, TensorDict({"w": torch.ones(1)}))
+    return len(names)
+
+
+def test_a_save_does_not_resolve_the_steps_that_are_kept(tmp_path, monkeypatch):
+    """A run may keep thousands of steps."""
+    few = resolved_names_of_a_save(tmp_path / "few", 2, monkeypatch)
+    assert resolved_names_of_a_save(tmp_path / "many", 12, monkeypatch) == few

@@ -41,8 +41,10 @@ class Accumulate(AbstractOptimizer):
         with grads_of(total, given):
             lists = free_lists([*given, *total])
             new_total = lists.run("add", total, widen(given), keep=True)
-            mean = restore(lists.run("div", new_total, self.every, keep=True), given)
-            full = count == self.every
+            # A state that was made with a larger `every` may hold more gradients.
+            number = count.clamp(min=self.every)
+            mean = restore(lists.run("div", new_total, number, keep=True), given)
+            full = count >= self.every
             ready = full if active is None else full & active
             kept = select_members(~full, new_total, [torch.zeros_like(x) for x in total])
             if active is not None:

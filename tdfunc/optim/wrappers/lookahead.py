@@ -40,7 +40,8 @@ class Lookahead(AbstractOptimizer):
         before, _, how = begin_step("lookahead", params, grads, state, {"slow", "count"}, how)
         old = list_leaves(data["slow"])
         count = data["count"] + 1
-        full = count == self.every
+        # A state that was made with a larger `every` may have counted further.
+        full = count >= self.every
         ready = full if active is None else full & active
         new, inner = how.step(self.optimizer, params, grads, data["optimizer"])
         fast = list_leaves(new)

@@ -17,7 +17,7 @@ from tdfunc.ops.base.reading import entries
 from tdfunc.ops.edits.structure import keep_leaves
 from tdfunc.optim.apart import lie_apart
 from tdfunc.optim.base import AbstractOptimizer, How
-from tdfunc.optim.checks import check_active, check_dense, check_keys, check_state, list_matching, list_trainable
+from tdfunc.optim.checks import check_active, check_dense, check_keys, check_state, list_gradients, list_trainable
 from tdfunc.optim.execution import grads_of, select_members, takes_kernels
 from tdfunc.optim.lists import LOW_PRECISION, Leaves, restore, widen
 
@@ -50,7 +50,7 @@ def begin_step(
         # The rest of `masters` has the 16-bit leaves alone, and is read by path.
         if what != "rest" and isinstance(state._data[what], TensorCollection):
             check_keys(name, what, params, state._data[what])
-    given = list_matching(name, "gradient", params, leaves, grads)
+    given = list_gradients(name, params, leaves, grads)
     check_active(name, how.active, params._batch_size)
     if not how.donate or not takes_kernels([*leaves, *given]):
         return leaves, given, replace(how, donate=False)

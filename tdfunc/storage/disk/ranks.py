@@ -595,7 +595,10 @@ def place_like(part: Tensor, like: Any) -> Tensor:
     """Return a DTensor like another one, around this rank's part."""
     stride = torch.empty(like.shape, device="meta").stride()
     part = part.to(like.device_mesh.device_type)
-    return type(like).from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=stride)
+    # Each rank has read the values themselves: as parts of a sum they would be added up.
+    replicate = sys.modules["torch.distributed.tensor"].Replicate()
+    placements = [replicate if place.is_partial() else place for place in like.placements]
+    return type(like).from_local(part, like.device_mesh, placements, shape=like.shape, stride=stride)
 
 
 def as_tensor(raw: bytes) -> Tensor:

@@ -70,8 +70,15 @@ def list_steps(folder: str) -> list[int]:
 
     A link to the folder of a step, which may be on another disk, is the step.
     """
+    found, aside = _scan(folder)
+    return sorted([*found, *aside])
+
+
+def _scan(folder: str) -> tuple[list[int], list[int]]:
+    """Return the steps in a folder, and those whose writer was killed before the new folder had the name of the old."""
     found: list[int] = []
-    aside: list[str] = []
+    aside: list[int] = []
+    leftovers: list[str] = []
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             step = step_of(entry.name)
@@ -79,14 +86,13 @@ def list_steps(folder: str) -> list[int]:
                 if _has_files(entry.path):
                     found.append(step)
             elif entry.name.endswith(".old") and commit.LEFTOVER.fullmatch(entry.name):
-                aside.append(entry.path)
-    for path in aside:
-        # The old folder of a step whose writer was killed before the new one had its name.
+                leftovers.append(entry.path)
+    for path in leftovers:
         with suppress(OSError, CorruptCheckpointError, UnsupportedError):
             step = read_about(path, None).step
             if commit.locate(os.path.join(folder, step_name(step))) == path:
-                found.append(step)
-    return sorted(found)
+                aside.append(step)
+    return found, aside
 
 
 def step_of(name: str) -> int | None:
@@ -131,7 +137,9 @@ class _NewStep:
             _check_own(path, "save")
 
         commit.make_folder(self.folder, fsync=self.fsync)
-        for other in list_steps(self.folder):
+        # Only these: a run may keep thousands of steps.
+        _, aside = _scan(self.folder)
+        for other in aside:
             commit.restore(os.path.join(self.folder, step_name(other)))
         commit.sweep(self.folder)
         try:
