@@ -25,17 +25,16 @@ Group: TypeAlias = Mapping[Path, int]
 def channel_groups(params: TensorCollection) -> list[dict[Path, int]]:
     """Return the orders of neurons of a chain of layers: linear, convolution, and norms between them.
 
-    The layers must run in the order of the tree; layers whose keys are numbers run by number. The neurons of a layer with
-    a matrix or kernel are its first dimension. The second dimension of the next such layer reads them, in blocks if
-    feature maps were flattened. The outputs of the last layer keep their order. Write the groups of other networks by
-    hand.
+    The layers must run in the order of the tree; layers whose keys are numbers run by number. The neurons of a layer
+    with a matrix or kernel are its first dimension. The second dimension of the next such layer reads them, in blocks
+    if feature maps were flattened. The outputs of the last layer keep their order. Write the groups of other networks
+    by hand.
 
     Args:
         params: The parameters, and the buffers of norms if there are any.
 
     Raises:
-        UnsupportedError: A leaf is tied, or the tree has the order of another program's file, which is not that of the
-            layers.
+        UnsupportedError: A leaf is tied, or the tree has the order of a file, in which the layers are sorted by name.
 
     Examples:
         >>> _, params, _ = tdf.functional(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3)))
