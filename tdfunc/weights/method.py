@@ -340,7 +340,7 @@ def method(
 
 
 def member_dims(tree: TensorCollection, path: Path) -> int:
-    """Return the number of dimensions of members of a leaf: those of its node."""
+    """Return the number of batch dimensions of the node of a leaf: in an ensemble they count its members."""
     node = get(tree, path[:-1]) if len(path) > 1 else tree
     return len(node._batch_size)
 
