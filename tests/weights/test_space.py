@@ -293,6 +293,8 @@ def matched(a, b):
         (lambda: W.stack_layers([(MODEL, [1])]), ValueError, "'layers' must have the layer 1"),
         (lambda: W.stack_layers([(MODEL["layers", "0"], [])]), tdf.TreeStructureError, "one node"),
         (lambda: W.stack_layers([(TIED, [0])]), tdf.TieError, "under 'm' is tied"),
+        (lambda: W.channel_groups(MODEL.expand(3)), tdf.BatchSizeError, "each has its own order"),
+        (lambda: W.weight_matching(PAIR.expand(3), PAIR.expand(3)), tdf.BatchSizeError, "each has its own order"),
         (lambda: W.channel_groups(TIED), tdf.UnsupportedError, "a leaf is tied"),
         (lambda: W.distance(MODEL, TIED), tdf.TreeStructureError, "different keys"),
         (lambda: W.barriers(lambda p: p, MODEL), tdf.BatchSizeError, "are not stacked"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.errors import LeafMismatchError, UnsupportedError, as_count, error
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, UnsupportedError, as_count, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.core.walk import replace
@@ -35,6 +35,7 @@ def channel_groups(params: TensorCollection) -> list[dict[Path, int]]:
 
     Raises:
         UnsupportedError: A leaf is tied, or the tree has the order of a file, in which the layers are sorted by name.
+        BatchSizeError: The tree is an ensemble.
 
     Examples:
         >>> _, params, _ = tdf.functional(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3)))
@@ -44,6 +45,13 @@ def channel_groups(params: TensorCollection) -> list[dict[Path, int]]:
     if params._ties:
         tied = [list(map(dotted, paths)) for paths in params._ties]
         raise UnsupportedError("channel_groups: a leaf is tied.", got=tied)
+    if params._batch_size:
+        raise BatchSizeError(
+            "channel_groups: the models are stacked, and each has its own order of neurons.",
+            expected="one model",
+            got=f"batch size {list(params._batch_size)}",
+            hint="match one member at a time: tdf.stack([weight_matching(a[i], b[i]) for i in range(len(a))]).",
+        )
     groups: list[dict[Path, int]] = []
     # The leaves by layer; numbers, such as counts of passes, have no neurons.
     layers: dict[Path, dict[Path, Tensor]] = {}
