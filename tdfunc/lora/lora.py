@@ -19,6 +19,7 @@ from tdfunc.lora.math import change, extracted, extracted_bias, merged, start, w
 from tdfunc.lora.targets import (
     Target,
     check_scale,
+    check_single,
     find_targets,
     layouts_of,
     make_tree,
@@ -146,6 +147,7 @@ def init(
         FilterError: A pattern matches no leaf of the base.
         LeafMismatchError: The shape of a chosen leaf does not fit the weight of a layer.
         UnsupportedError: A chosen weight belongs to a layer that cannot have adapters.
+        BatchSizeError: The base is an ensemble, and a convolution of it is chosen.
         ValueError: `dtype` is one of integers.
     """
     if isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex):
@@ -155,6 +157,7 @@ def init(
     if apply is not None:
         layouts = layouts_of(module_of(apply))
     targets, whole = find_targets(lora, entries(params), layouts)
+    check_single("init", params, targets)
     if lora.start == "pissa":
         for target in targets:
             check_scale("init", target)
@@ -288,6 +291,7 @@ def extract(lora: Lora, base: TensorCollection, tuned: TensorCollection, *, appl
     if apply is not None:
         layouts = layouts_of(module_of(apply))
     targets, whole = find_targets(lora, entries(base), layouts)
+    check_single("extract", base, targets)
     leaves: dict[Path, Tensor] = {}
     for target in targets:
         check_scale("extract", target)

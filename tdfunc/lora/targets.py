@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import FilterError, LeafMismatchError, TreeStructureError, UnsupportedError, as_count, error
+from tdfunc.core.errors import (
+    BatchSizeError,
+    FilterError,
+    LeafMismatchError,
+    TreeStructureError,
+    UnsupportedError,
+    as_count,
+    error,
+)
 from tdfunc.core.keys import Entry, Filter, FilterLike, assign, dotted
 from tdfunc.core.types import Kind, Path
 from tdfunc.lora.choice import Choice
@@ -236,6 +244,18 @@ def _assigned(chosen: Sequence[Entry], given: Any, name: str) -> list[Any]:
     if isinstance(given, dict):
         return assign(chosen, given, f"lora: {name}")
     return [given] * len(chosen)
+
+
+def check_single(call: str, params: TensorCollection, targets: Sequence[Target]) -> None:
+    """Raise if the weight of a convolution has a dimension of members, which would count as its outputs."""
+    kernels = [dotted(target.path) for target in targets if target.layout is Layout.CONV]
+    if params._batch_size and kernels:
+        raise BatchSizeError(
+            f"{call}: the base is stacked, and {kernels[0]!r} is the weight of a convolution.",
+            expected="one model",
+            got=f"batch size {list(params._batch_size)}",
+            hint="make the adapters of one member at a time, with params[i], and tdf.stack them.",
+        )
 
 
 def check_scale(call: str, target: Target) -> None:

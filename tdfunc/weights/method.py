@@ -13,8 +13,10 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import has_values, is_known, require_values
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, UnsupportedError, brief, error
 from tdfunc.core.keys import dotted
+from tdfunc.core.types import Path
 from tdfunc.core.walk import list_leaves, list_paths, rebuild
 from tdfunc.ops.base.foreach import leaves_like
+from tdfunc.ops.base.reading import get
 from tdfunc.random.draws import fold_in, key_of
 from tdfunc.storage.scales import codes_in, refusal
 
@@ -84,7 +86,8 @@ class Method(Generic[P]):
         """Return the merged model, a tree like `base`; without a base, like one model of `stacked`.
 
         Each leaf is computed in float32 at least and returned in the dtype of the base. Leaves of integers and bools
-        must be equal in all models. If a number is NaN in a model or in the base, it is NaN in the result.
+        must be equal in all models. If a number is NaN in a model or in the base, it is NaN in the result. If the
+        models are ensembles, each member is merged by itself, with its own random numbers.
 
         Args:
             base: The model that the others come from; None if the method does not require it.
@@ -136,7 +139,9 @@ class Method(Generic[P]):
                 continue
             if key is not None:
                 options["key"] = leaf_key(key, name)
-            merged.append(self.on_leaf(None if base is None else own, x, w, *args, **kwargs))
+            dims = member_dims(like, path)
+            wide = self.on_members(None if base is None else own, x, w, dims, *args, **kwargs)
+            merged.append(wide.to(own.dtype))
         return rebuild(like, merged)
 
     def _check_equal(self, name: str, own: Tensor, x: Tensor, refusal_of_codes: UnsupportedError | None) -> None:
@@ -150,10 +155,33 @@ class Method(Generic[P]):
                 hint="tdf.partition(tree, where) splits off the leaves to merge.",
             )
 
-    def on_leaf(self, base: Tensor | None, stacked: Tensor, w: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor:
-        """Return one merged leaf: computed in float32 at least, and cast back."""
-        merged = self.on_wide_leaf(base, stacked, w, *args, **kwargs)
-        return merged.to(stacked.dtype if base is None else base.dtype)
+    def on_members(
+        self, base: Tensor | None, stacked: Tensor, w: Tensor, dims: int, *args: P.args, **kwargs: P.kwargs
+    ) -> Tensor:
+        """Return one leaf of ensembles, each member merged by itself, in the dtype in which it is computed.
+
+        Args:
+            base: The leaf of the base.
+            stacked: The leaf of all models.
+            w: The weights.
+            dims: The number of dimensions of members, which are the first of a model; 0 for single models.
+            args: Not used.
+            kwargs: The options.
+        """
+        if dims == 0 or not stacked.numel():
+            return self.on_wide_leaf(base, stacked, w, *args, **kwargs)
+        members = stacked.flatten(1, dims)
+        bases = None if base is None else base.flatten(0, dims - 1)
+        # Any: the type of one keyword of a ParamSpec is not known.
+        options = cast("dict[str, Any]", kwargs)
+        key = options.get("key")
+        merged: list[Tensor] = []
+        for member in range(members.shape[1]):
+            if key is not None:
+                options["key"] = fold_in(key, member)
+            own = None if bases is None else bases[member]
+            merged.append(self.on_wide_leaf(own, members[:, member], w, *args, **kwargs))
+        return torch.stack(merged).reshape(stacked.shape[1:])
 
     def on_wide_leaf(
         self, base: Tensor | None, stacked: Tensor, w: Tensor, *args: P.args, **kwargs: P.kwargs
@@ -309,6 +337,12 @@ def method(
         )
 
     return make_method
+
+
+def member_dims(tree: TensorCollection, path: Path) -> int:
+    """Return the number of batch dimensions of the node of a leaf: in an ensemble they count its members."""
+    node = get(tree, path[:-1]) if len(path) > 1 else tree
+    return len(node._batch_size)
 
 
 def leaf_key(key: Tensor, name: str) -> Tensor:

@@ -102,6 +102,28 @@ def test_a_sequential_is_a_tree_of_layers(name, write, tmp_path):
     assert [merged[str(i), "w"].tolist() for i in range(3)] == [[5.0 + i] * 2 for i in range(3)]
 
 
+@pytest.mark.parametrize("method", ["ties", "della", "karcher"])
+@pytest.mark.parametrize("within", [False, True])
+def test_members_of_ensembles_are_merged_one_by_one(method, within, tmp_path):
+    """A file of an ensemble, also as a part of a tree, gives the numbers of the merge in memory."""
+    base, *models = [tdf.TensorDict({"w": torch.randn(3, 20)}, [3]) for _ in range(3)]
+    for name, tree in zip("abc", (base, *models), strict=True):
+        tdf.save({"params": tree} if within else tree, tmp_path / f"{name}.safetensors")
+    options = options_of(tdf.weights.METHODS[method])
+    given = [f"--option={name}={value}" for name, value in options.items() if name != "key"]
+    seed = ["--seed", options["key"]] if "key" in options else []
+    sources = [tmp_path / "b.safetensors", tmp_path / "c.safetensors", "--base", tmp_path / "a.safetensors"]
+
+    result = run("merge", *sources, "--method", method, *given, *seed, "-o", tmp_path / "out")
+
+    assert result.code == 0, result.err
+    tree = tdf.load(tmp_path / "out")
+    wrap = (lambda tree: tdf.TensorDict({"params": tree})) if within else (lambda tree: tree)
+    merged = tdf.weights.METHODS[method](wrap(base), torch.stack([wrap(m) for m in models]), [1.0, 1.0], **options)
+    tdf.assert_close(tree, merged, atol=1e-6, rtol=1e-5)
+    assert not torch.equal(merged.leaves()[0], base["w"])
+
+
 def test_layers_of_a_sequential_are_stacked(tmp_path):
     """Slices take the layers of the tree itself."""
     tree = tdf.TensorDict({str(i): {"w": torch.full((2,), float(i))} for i in range(3)})

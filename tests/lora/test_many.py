@@ -75,3 +75,20 @@ def test_sixty_four_adapters_equal_sixty_four_runs():
         expected = train_plain(start[i], float(rates[i]), xs[:, i], ts[:, i])
         for leaf, other in zip(adapters[i].leaves(), expected, strict=True):
             torch.testing.assert_close(leaf, other, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.Conv1d(2, 3, 3), lambda: nn.Conv2d(2, 3, 3)])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda lora, base, apply: lora.init(base, key=0, apply=apply),
+        lambda lora, base, apply: lora.extract(base, base * 2, apply=apply),
+    ],
+)
+def test_convolutions_of_an_ensemble_are_refused(layer, named, call):
+    """Their members are no outputs."""
+    apply = tdf.functional(layer())[0] if named else None
+
+    with pytest.raises(tdf.BatchSizeError, match="the base is stacked"):
+        call(Lora("weight", rank=1), tdf.split(tdf.init_ensemble(layer, 4))[0], apply)

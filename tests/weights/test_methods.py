@@ -54,6 +54,35 @@ def test_models_equal_to_the_base_stay(method):
     tdf.assert_close(merged, base, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("size", [(3,), (2, 2)])
+@every
+def test_members_of_ensembles_are_merged_one_by_one(method, size):
+    """A merge of ensembles is the ensemble of the merges; random methods are compared where they keep every number."""
+    base, stacked = models_of(method)
+    scale = 1 + torch.rand(size, dtype=torch.float64)
+    bases = base.expand(size) * scale
+    models = torch.stack([model.expand(size) * scale.square() for model in stacked])
+    options = options_of(method) | ({"density": 1.0} if method.is_random else {})
+    run = lambda b, s: method(b, s, weights_of(method), **options)  # noqa: E731
+
+    merged = run(bases, models)
+
+    members = [run(b, s) for b, s in zip(bases.flatten(), models.flatten(1, -1).unbind(1), strict=True)]
+    assert merged.batch_size == size
+    tdf.assert_close(merged.flatten(), torch.stack(members), atol=1e-12, rtol=1e-9)
+
+
+@random
+def test_members_have_their_own_random_numbers(method):
+    """Equal members of an ensemble drop other numbers."""
+    base, stacked = tdf.TensorDict({"w": torch.zeros(100)}), tdf.TensorDict({"w": torch.rand(2, 100)}, [2])
+    twice = torch.stack([model.expand(2) for model in stacked])
+
+    merged = method(base.expand(2), twice, [1.0, 1.0], density=0.5, key=0)
+
+    assert (merged[0]["w"] == 0).ne(merged[1]["w"] == 0).any()
+
+
 @every
 def test_vmapped_over_weights_and_models(method):
     """Merges with several weights, or of several sets of models, in one call are the merges one by one."""

@@ -1,9 +1,11 @@
 """Distances, barriers, and the order of neurons."""
 
 import itertools
+from collections import OrderedDict
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import tdfunc as tdf
@@ -61,6 +63,66 @@ def test_matching_lowers_the_distance(make, size):
 
     assert tdf.weights.distance(a, matched) < tdf.weights.distance(a, b)
     torch.testing.assert_close(apply(matched, x), apply(b, x), atol=1e-5, rtol=1e-5)
+
+
+def deep():
+    """Twelve linear layers of one width."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12)))
+
+
+def counted():
+    """Eleven linear layers whose names end in numbers."""
+    return nn.Sequential(OrderedDict((f"fc{i}", nn.Linear(4, 4)) for i in range(1, 12)))
+
+
+def plain_norm():
+    """A norm without parameters, whose statistics `combine` puts at the end."""
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, affine=False), nn.ReLU(), nn.Linear(6, 3))
+
+
+def foreign(tree, folder):
+    """The tree as another program's file gives it."""
+    save_file(tree.state_dict(), folder / "model.safetensors")
+    return tdf.load(folder / "model.safetensors")
+
+
+def recombined(tree, folder):
+    """The tree of its parameters and its buffers."""
+    assert folder
+    return tdf.combine(*tdf.split(tree))
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "changed"),
+    [
+        (deep, (4,), foreign),
+        (cnn, (2, 6, 6), foreign),
+        (counted, (4,), foreign),
+        (plain_norm, (4,), recombined),
+    ],
+)
+def test_numbered_layers_run_by_number(make, size, changed, tmp_path):
+    """The keys of a tree may have another order than the layers."""
+    _, a, _ = model_of(make, size)
+    apply, b, x = model_of(make, size)
+
+    matched = tdf.weights.weight_matching(changed(a, tmp_path), changed(b, tmp_path))
+
+    torch.testing.assert_close(apply(matched, x), apply(b, x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("prefix", ["", "net."])
+def test_names_of_a_file_in_no_order_are_refused(prefix, tmp_path):
+    """The norms come before the convolutions, and nothing says which follows which."""
+    names = [f"{prefix}{name}" for name in ("conv1", "bn1", "conv2", "bn2")]
+    leaves = [f"{name}.{key}" for name in names for key in ("weight", "bias")]
+    save_file(
+        {leaf: torch.randn(3, 3) if leaf.endswith("weight") else torch.randn(3) for leaf in leaves},
+        tmp_path / "model.safetensors",
+    )
+
+    with pytest.raises(tdf.UnsupportedError, match="the order of the layers .* is not known"):
+        tdf.weights.channel_groups(tdf.load(tmp_path / "model.safetensors"))
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -231,6 +293,8 @@ def matched(a, b):
         (lambda: W.stack_layers([(MODEL, [1])]), ValueError, "'layers' must have the layer 1"),
         (lambda: W.stack_layers([(MODEL["layers", "0"], [])]), tdf.TreeStructureError, "one node"),
         (lambda: W.stack_layers([(TIED, [0])]), tdf.TieError, "under 'm' is tied"),
+        (lambda: W.channel_groups(MODEL.expand(3)), tdf.BatchSizeError, "each has its own order"),
+        (lambda: W.weight_matching(PAIR.expand(3), PAIR.expand(3)), tdf.BatchSizeError, "each has its own order"),
         (lambda: W.channel_groups(TIED), tdf.UnsupportedError, "a leaf is tied"),
         (lambda: W.distance(MODEL, TIED), tdf.TreeStructureError, "different keys"),
         (lambda: W.barriers(lambda p: p, MODEL), tdf.BatchSizeError, "are not stacked"),

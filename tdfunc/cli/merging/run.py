@@ -34,7 +34,7 @@ from tdfunc.llm.folders.files import read_beside, write_beside
 from tdfunc.ops.display.text import count_text
 from tdfunc.storage.disk.remote import is_remote
 from tdfunc.storage.tree.build import without_values
-from tdfunc.weights.method import compute_dtype, leaf_key
+from tdfunc.weights.method import compute_dtype, leaf_key, member_dims
 
 # The ids of codes, and of the leaves that belong to them, in each model.
 Codes: TypeAlias = Mapping[str, set[int]]
@@ -189,8 +189,9 @@ class _Merger:
         options: dict[str, Any] = dict(row.options)
         if method.is_random:
             options["key"] = leaf_key(random.key(self.seed), dotted(row.path))
+        weights = torch.tensor(row.weights, dtype=torch.float64)
         with torch.no_grad():
-            return method.on_wide_leaf(base, stacked, torch.tensor(row.weights, dtype=torch.float64), **options)
+            return method.on_members(base, stacked, weights, member_dims(self.recipe.tree, row.path), **options)
 
 
 def is_merged(leaf: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """Weight matching: the neurons of one model in the order of another. The function of the model does not change."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.errors import LeafMismatchError, UnsupportedError, as_count, error
+from tdfunc.core.errors import BatchSizeError, LeafMismatchError, UnsupportedError, as_count, error
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path
 from tdfunc.core.walk import replace
@@ -24,15 +25,17 @@ Group: TypeAlias = Mapping[Path, int]
 def channel_groups(params: TensorCollection) -> list[dict[Path, int]]:
     """Return the orders of neurons of a chain of layers: linear, convolution, and norms between them.
 
-    The layers must run in the order of the tree. The neurons of a layer with a matrix or kernel are its first
-    dimension. The second dimension of the next such layer reads them, in blocks if feature maps were flattened. The
-    outputs of the last layer keep their order. Write the groups of other networks by hand.
+    The layers must run in the order of the tree; layers whose keys are numbers run by number. The neurons of a layer
+    with a matrix or kernel are its first dimension. The second dimension of the next such layer reads them, in blocks
+    if feature maps were flattened. The outputs of the last layer keep their order. Write the groups of other networks
+    by hand.
 
     Args:
         params: The parameters, and the buffers of norms if there are any.
 
     Raises:
-        UnsupportedError: A leaf is tied.
+        UnsupportedError: A leaf is tied, or the tree has the order of a file, in which the layers are sorted by name.
+        BatchSizeError: The tree is an ensemble.
 
     Examples:
         >>> _, params, _ = tdf.functional(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3)))
@@ -42,13 +45,21 @@ def channel_groups(params: TensorCollection) -> list[dict[Path, int]]:
     if params._ties:
         tied = [list(map(dotted, paths)) for paths in params._ties]
         raise UnsupportedError("channel_groups: a leaf is tied.", got=tied)
+    if params._batch_size:
+        raise BatchSizeError(
+            "channel_groups: the models are stacked, and each has its own order of neurons.",
+            expected="one model",
+            got=f"batch size {list(params._batch_size)}",
+            hint="match one member at a time: tdf.stack([weight_matching(a[i], b[i]) for i in range(len(a))]).",
+        )
     groups: list[dict[Path, int]] = []
     # The leaves by layer; numbers, such as counts of passes, have no neurons.
     layers: dict[Path, dict[Path, Tensor]] = {}
     for path, leaf in iter_leaves(params):
         if leaf.dim():
             layers.setdefault(path[:-1], {})[path] = leaf
-    for leaves in layers.values():
+    for layer in _by_run(layers):
+        leaves = layers[layer]
         kernels = [path for path, leaf in leaves.items() if leaf.dim() > 1]
         if kernels:
             if groups:
@@ -57,6 +68,47 @@ def channel_groups(params: TensorCollection) -> list[dict[Path, int]]:
         if groups:
             groups[-1] |= dict.fromkeys(leaves, 0)
     return groups[:-1]
+
+
+def _by_run(layers: Mapping[Path, Mapping[Path, Tensor]]) -> list[Path]:
+    """Return the layers in the order in which they run."""
+    is_sorted = any(_has_sorted_keys(leaves) for leaves in layers.values())
+    siblings: dict[Path, dict[str, None]] = {}
+    for layer in layers:
+        for depth, key in enumerate(layer):
+            siblings.setdefault(layer[:depth], {})[key] = None
+    places = {node: _places(node, keys, is_sorted=is_sorted) for node, keys in siblings.items()}
+    first = {layer: place for place, layer in enumerate(layers)}
+
+    def order(layer: Path) -> tuple[list[int], int]:
+        return [places[layer[:depth]][key] for depth, key in enumerate(layer)], first[layer]
+
+    return sorted(layers, key=order)
+
+
+def _has_sorted_keys(leaves: Iterable[Path]) -> bool:
+    """Return whether a layer has its bias before its weight, as in other programs' files, which are sorted by name."""
+    keys = [path[-1] for path in leaves]
+    return "bias" in keys and "weight" in keys and keys.index("bias") < keys.index("weight")
+
+
+def _places(node: Path, keys: Iterable[str], *, is_sorted: bool) -> dict[str, int]:
+    """Return the place of each child of a node in the order in which they run."""
+    names = list(keys)
+    counted = [re.fullmatch(r"(.*?)([0-9]+)", name) for name in names]
+    stems = {match[1] if match else None for match in counted}
+    is_counted = stems == {""} or (is_sorted and len(stems) == 1 and None not in stems)
+    if is_counted:
+        return {match[0]: int(match[2]) for match in counted if match}
+    if is_sorted and len(names) > 1:
+        where = f"under {dotted(node)!r}" if node else "of the tree"
+        raise UnsupportedError(
+            f"channel_groups: the order of the layers {where} is not known.",
+            expected="a tree in the order in which its layers run, such as that of from_module",
+            got=f"the order of a file: {', '.join(names)}",
+            hint="groups=channel_groups(tdf.from_module(model)) has the order of the module.",
+        )
+    return {name: place for place, name in enumerate(names)}
 
 
 def permute_channels(params: T, groups: Sequence[Group], orders: Sequence[Tensor]) -> T:
