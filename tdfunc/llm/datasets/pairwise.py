@@ -5,13 +5,14 @@ B rows, T positions; N pairs.
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from tdfunc._tensorclass import TensorClass
 from tdfunc._tensordict import TensorDict
-from tdfunc.llm.datasets.tokens import load_tokens
+from tdfunc.llm.datasets.tokens import TokenDataset, load_tokens
 from tdfunc.llm.encoding.padding import Layout
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class PairwiseDataset(TensorClass):
             tokenizer: A tokenizer or processor of transformers.
             source: A file or iterable of records, as `load_tokens` reads them.
             prompt: The entry with the text before both responses; None if the others are complete texts or
-                conversations.
+                conversations. Replies with which both conversations begin belong to the prompt.
             chosen: The entry with the chosen response.
             rejected: The entry with the rejected response.
             max_length: The maximum number of tokens in a row; None for no truncation.
@@ -127,7 +128,7 @@ class PairwiseDataset(TensorClass):
             given = columns
         else:
             given = {name: (prompt, entry) for name, entry in columns.items()}
-        data = load_tokens(tokenizer, source, columns=given, cache_dir=cache_dir)
+        data = _without_shared_replies(load_tokens(tokenizer, source, columns=given, cache_dir=cache_dir))
         layout = Layout(truncation=max_length is not None, max_length=max_length)
         pairs = data._trainable("from_dataset", range(len(data)), layout, untrained, is_pair=True)
         rows = data.batch(
@@ -137,3 +138,40 @@ class PairwiseDataset(TensorClass):
             padding_side=padding_side,
         )
         return cls.from_rows(rows)
+
+
+def _without_shared_replies(data: TokenDataset) -> TokenDataset:
+    """Return pairs whose masks are False at the replies with which both rows begin: these are not what was chosen.
+
+    A pair of which one row has no other replies keeps its masks.
+    """
+    names = ("chosen", "rejected")
+    if not all(["assistant_masks" in data.columns[name] for name in names]):
+        return data
+    columns = data.columns
+    masks = {name: columns[name, "assistant_masks"].clone() for name in names}
+    starts = {name: columns[name, "offsets"].tolist() for name in names}
+    for row in range(len(data)):
+        pair = data[row]
+        shared = _shared_replies(pair["chosen"], pair["rejected"])
+        if all([bool(pair[name]["assistant_masks"][shared:].any()) for name in names]):
+            for name in names:
+                start = starts[name][row]
+                masks[name][start : start + shared] = False
+    for name in names:
+        columns = columns.set((name, "assistant_masks"), masks[name])
+    return replace(data, columns=columns)
+
+
+def _shared_replies(chosen: TensorDict, rejected: TensorDict) -> int:
+    """Return the number of tokens up to the end of the last complete reply with which both rows begin."""
+    size = min(len(chosen["input_ids"]), len(rejected["input_ids"]))
+    mask = chosen["assistant_masks"][:size]
+    is_equal = (chosen["input_ids"][:size] == rejected["input_ids"][:size]) & (
+        mask == rejected["assistant_masks"][:size]
+    )
+    common = int(is_equal.long().cumprod(0).sum())
+    inside = mask[:common]
+    # A token of a reply before one that is of none.
+    ends = (inside[:-1] & ~inside[1:]).nonzero()
+    return int(ends[-1]) + 1 if len(ends) else 0

@@ -40,7 +40,7 @@ from tdfunc.storage.disk.commit import Descriptor, lock, make_folder
 from tdfunc.storage.disk.remote import local_folder
 
 # In the key of a cache: another number where stored rows change.
-_FORMAT = 4
+_FORMAT = 5
 _CHUNK = 1024
 _WHOLE = "rows"
 # Entries of a column that are not of one value for each token.

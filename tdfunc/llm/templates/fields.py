@@ -91,7 +91,7 @@ class Coverage:
                 continue
             for field in fields:
                 if self._loses(conversation, i, field):
-                    raise _lost_error(i, message, field)
+                    raise lost_error(i, message, field)
             self.known.add(kind)
 
     def _check_tools(self, conversation: Conversation, tools: list[Any]) -> None:
@@ -174,7 +174,8 @@ class Coverage:
             return None
 
 
-def _lost_error(i: int, message: Message, field: str) -> UnsupportedError:
+def lost_error(i: int, message: Message, field: str) -> UnsupportedError:
+    """Return the error of a message, with its place in the conversation, of which a template leaves out a field."""
     hint = "use a template that writes it."
     if field != "content":
         hint = f"use a template that writes it; or history.set({field!r}, None) leaves it out."

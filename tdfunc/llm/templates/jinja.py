@@ -11,6 +11,7 @@ from typing import Any, final
 
 from tdfunc.core.errors import brief, error
 from tdfunc.core.keys import did_you_mean
+from tdfunc.llm.messages.content import text_of, texts_of
 from tdfunc.llm.messages.message import Message, read_json
 from tdfunc.llm.templates.base import (
     AbstractTemplate,
@@ -25,7 +26,7 @@ from tdfunc.llm.templates.base import (
     text_tokenizer,
     to_json,
 )
-from tdfunc.llm.templates.fields import Coverage, known_kinds
+from tdfunc.llm.templates.fields import Coverage, known_kinds, lost_error
 from tdfunc.llm.templates.markers import MARKS, Alignment, ReplySearch, find_contents, has_reply
 from tdfunc.llm.templates.named import TEMPLATES
 from tdfunc.llm.templates.thinking import closing_tag, continue_thinking
@@ -37,8 +38,17 @@ _PROBES = (
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
     [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
 )
-# A value of an argument.
+# A value of an argument, or a content.
 _SHOWN = "qzxwv"
+# The messages before a message of each role.
+_BEFORE: dict[str, list[Message]] = {
+    "system": [],
+    "user": [],
+    "assistant": [{"role": "user", "content": "a"}],
+    "tool": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+}
+# A part that was printed as a dict of Python, in small letters.
+_PRINTED = re.compile(r"'type': 'text'")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WORD = re.compile(r"\w+")
 # Words of Jinja itself, such as "for", are no longer than this.
@@ -170,6 +180,30 @@ class JinjaTemplate(AbstractTemplate):
             return None
 
     @from_tokenizer
+    def _text_roles(self) -> frozenset[str]:
+        """The roles whose contents must be text: of a list of parts, Jinja would print the dicts, or it fails."""
+        return frozenset([role for role in _BEFORE if self._needs_text(role)])
+
+    def _needs_text(self, role: str) -> bool:
+        text = self._render_content(role, _SHOWN)
+        if text is None or _SHOWN not in text:
+            return False
+        of_parts = self._render_content(role, [{"type": "text", "text": _SHOWN}])
+        return of_parts is None or _PRINTED.search(of_parts) is not None
+
+    # Any: a text, or parts.
+    def _render_content(self, role: str, content: Any) -> str | None:
+        """Return a conversation with a content, in small letters; None if it cannot be rendered."""
+        chat = [*_BEFORE[role], {"role": role, "content": content}]
+        if role == "system":
+            chat.append({"role": "user", "content": "a"})
+        try:
+            return self._render([chat], None)[0].lower()
+        # A template in Jinja may raise any error.
+        except Exception:
+            return None
+
+    @from_tokenizer
     def alike(self) -> AbstractTemplate | None:
         """The template of `TEMPLATES` that renders probes like this one, else one that parses them, else None."""
         texts = self._probe_texts
@@ -235,20 +269,42 @@ class JinjaTemplate(AbstractTemplate):
 
     def _as_dicts(self, conversations: Sequence[Conversation]) -> list[list[Message]]:
         chats = [each.messages for each in conversations]
-        names = set[str]().union(*[message for chat in chats for message in chat])
-        if names <= _RENDERED and "tool_calls" not in names:
+        messages = [message for chat in chats for message in chat]
+        names = set[str]().union(*messages)
+        has_parts = any([isinstance(message.get("content"), list) for message in messages])
+        if names <= _RENDERED and "tool_calls" not in names and not has_parts:
             return chats
         found: list[list[Message]] = []
         for chat in chats:
-            found.append([self._as_dict(message) for message in chat])
+            found.append([self._as_dict(i, message) for i, message in enumerate(chat)])
         return found
 
-    def _as_dict(self, message: Message) -> Message:
-        """Return the fields of a message that a template may read, with its calls in the form that it expects."""
+    def _as_dict(self, i: int, message: Message) -> Message:
+        """Return the fields of a message that a template may read, in the form that it expects; `i` is its place."""
         shown = {name: value for name, value in message.items() if name in _RENDERED}
+        if isinstance(shown.get("content"), list) and self._role_of_probe(message) in self._text_roles:
+            shown["content"] = self._as_text(i, message)
         if shown.get("tool_calls"):
             shown["tool_calls"] = [self._as_call(call) for call in shown["tool_calls"]]
         return shown
+
+    def _role_of_probe(self, message: Message) -> str:
+        """Return the role of a message, or for a role of its own the one that stands for it."""
+        role = message["role"]
+        return role if role in _BEFORE else "user"
+
+    def _as_text(self, i: int, message: Message) -> str:
+        """Return the parts of a content as one text.
+
+        Raises:
+            UnsupportedError: A part, such as an image, has no text.
+        """
+        text = text_of(message["content"])
+        if text is not None:
+            return text
+        if not self.lossy:
+            raise lost_error(i, message, "content")
+        return "".join([each for each in texts_of(message["content"]) if isinstance(each, str)])
 
     def _as_call(self, call: dict[str, Any]) -> dict[str, Any]:
         arguments = call["function"]["arguments"]

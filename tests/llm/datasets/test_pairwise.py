@@ -6,6 +6,7 @@ import torch
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.llm import PairwiseDataset, RewardData, load_tokens
 from tests.llm.kinds import tokenizer_of
+from tests.llm.tokens import CHATML, GENERATION, make_tokenizer
 
 ONES = torch.ones(2, 4)
 
@@ -48,3 +49,48 @@ def test_pairs_of_complete_texts_have_no_masks():
     data = PairwiseDataset.from_dataset(tokenizer_of("bytes"), records, prompt=None)
 
     assert data.chosen_data.assistant_masks is None
+
+
+def user(text):
+    """A message of a user."""
+    return {"role": "user", "content": text}
+
+
+def reply(text):
+    """A message of an assistant."""
+    return {"role": "assistant", "content": text}
+
+
+ASKED = [user("a"), reply("hello"), user("b")]
+# Pairs of conversations, with the replies that were chosen and rejected.
+CHATS = {
+    "one turn": ([user("a"), reply("yes")], [user("a"), reply("no")], "yes", "no"),
+    "two turns": ([*ASKED, reply("yes")], [*ASKED, reply("no")], "yes", "no"),
+    "one begins as the other": ([*ASKED, reply("yes")], [*ASKED, reply("yes and no")], "yes", "yes and no"),
+    "another first reply": (
+        [user("a"), reply("x"), *ASKED[:2]],
+        [user("a"), reply("y"), *ASKED[:2]],
+        "x hello",
+        "y hello",
+    ),
+    "the rejected one is longer": ([*ASKED, reply("yes")], [*ASKED, reply("no"), user("c"), reply("d")], "yes", "no d"),
+    "only one has a further reply": (ASKED[:2], [*ASKED, reply("no")], "hello", "hello no"),
+    "equal": ([*ASKED, reply("no")], [*ASKED, reply("no")], "hello no", "hello no"),
+}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+@pytest.mark.parametrize("name", CHATS)
+def test_replies_of_both_conversations_are_no_responses(name, template, side):
+    """The losses that average over a response would count the turns before it."""
+    tokenizer = make_tokenizer(template)
+    chosen, rejected, *expected = CHATS[name]
+    other = [user("the quick brown fox " * 3), reply("z")]
+    records = [{"chosen": chosen, "rejected": rejected}, {"chosen": other, "rejected": [*other, user("b"), reply("c")]}]
+
+    data = PairwiseDataset.from_dataset(tokenizer, records, prompt=None, padding_side=side)
+
+    rows = [data.chosen_data[0], data.rejected_data[0]]
+    texts = [tokenizer.decode(row.input_ids[row.assistant_masks]) for row in rows]
+    assert [text.replace("<|im_end|>", " ").split() for text in texts] == [text.split() for text in expected]

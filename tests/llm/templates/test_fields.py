@@ -216,6 +216,8 @@ REFUSED = [
     ("the first tool", "two tools", "'tools'"),
     ("names of tools", "tools", "'tools'"),
     ("cut", "contents", "'content'"),
+    ("CHATML", "an image", r"message 0 \(user\).*'content'.*image_url"),
+    ("ZEPHYR", "a text and an image", r"message 0 \(user\).*'content'.*image_url"),
     ("texts of parts", "an image", r"message 0 \(user\).*'content'.*image_url"),
     ("texts of parts", "a text and an image", r"message 0 \(user\).*'content'.*image_url"),
     ("the first part", "two parts", "'content'"),
@@ -256,6 +258,45 @@ def test_what_a_template_writes_of_one_is_not_assumed_of_another(name, known, ot
     ]
     assert isinstance(render(tokenizer, None, first), str)
     assert isinstance(render(tokenizer, None, second), UnsupportedError)
+
+
+# Templates that print a list of parts as Python does, or fail.
+TEXT_ONLY = {
+    "prints": CHATML,
+    "marks": GENERATION,
+    "prints in capitals": JINJA["upper case"],
+    "joins": LOOP + "{{ '[' + m.role + ']' + m.content }}\n{% endfor %}",
+    "trims": LOOP + "{{ m.role }}:{{ m.content.strip() }}\n{% endfor %}",
+}
+ROLES = {
+    "system": ([], END),
+    "user": ([], END[1:]),
+    "assistant": (END[:1], END),
+    "tool": (END, END),
+    "developer": ([], END),
+}
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("name", TEXT_ONLY)
+def test_parts_are_text_where_a_template_writes_only_text(name, role):
+    """OpenAI's parts of text are the text, as in the templates of this package."""
+    tokenizer = make_tokenizer(TEXT_ONLY[name])
+    before, after = ROLES[role]
+
+    def rows_of(content):
+        chat = [*before, {"role": role, "content": content}, *after]
+        (row,) = load_tokens(tokenizer, [{"m": chat}], columns="m")
+        return row["input_ids"].tolist(), row["assistant_masks"].tolist()
+
+    assert rows_of([TEXT, {**TEXT, "text": " uuuu3"}]) == rows_of("uuuu1 uuuu3")
+
+
+def test_a_lossy_template_writes_the_text_beside_an_image():
+    """Not the image's dict."""
+    history = History.from_chats([{"role": "user", "content": [TEXT, IMAGE]}])
+    text = JinjaTemplate(make_tokenizer(CHATML), lossy=True).render(history)
+    assert text == "<|im_start|>user\nuuuu1<|im_end|>\n"
 
 
 THINKING = History.from_chats(FIELDS["thinking"][1])
