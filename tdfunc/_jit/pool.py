@@ -3,9 +3,10 @@
 glibc gives blocks of more than 32 MB back to the system at once, and each page of a new one is cleared when it is first
 written. A training step of 64 networks of width 512 spends half of its time there.
 
-A storage of the pool is used again only if nothing else refers to it. Two counts show that: the owners of the storage
-(tensors, arrays of numpy, capsules, nodes of autograd) and those of its Python object, which `x.untyped_storage()`
-returns. `_Row` keeps one of each. Where the counts are not what a probe expects, nothing is pooled.
+A storage of the pool is used again only if nothing else refers to it. Two counts show what does: the owners of the
+storage (tensors, arrays of numpy, capsules, nodes of autograd), and the references to its Python object, which
+`x.untyped_storage()` returns. `_Row` keeps one of each. Where the counts are not what a probe expects, nothing is
+pooled.
 """
 
 import sys
