@@ -98,8 +98,9 @@ def compile_graph(module: fx.GraphModule, memory: Memory, pool: Pool | None = No
         elif node.op != "get_attr" and node not in writer.constants and node not in unpacked:
             items = _list_items(node)
             unpacked |= set(items)
-            targets = [item.name for item in items] or [node.name]
-            lines.append(f"{', '.join(targets)} = {writer.call(node)}")
+            # With a comma also after the only item.
+            target = "".join([f"{item.name}, " for item in items]) or f"{node.name} "
+            lines.append(f"{target}= {writer.call(node)}")
             dead = [name for each in (node, *items) for name in writer.dead.get(each, ())]
             if items:
                 dead.remove(node.name)
@@ -114,13 +115,16 @@ def compile_graph(module: fx.GraphModule, memory: Memory, pool: Pool | None = No
 
 def _list_items(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that take every item of a node's list, if they follow it in order: one line unpacks them."""
-    count = len(tensors_of(node))
+    value = node.meta.get("val")
+    if not isinstance(value, (list, tuple)):
+        return []
     items: list[fx.Node] = []
     following = node.next
     while following.target is operator.getitem and following.args == (node, len(items)):
         items.append(following)
         following = following.next
-    if count > 1 and len(items) == len(node.users) == count:
+    # An item that is no tensor has no node.
+    if len(items) == len(node.users) == len(value):
         return items
     return []
 

@@ -13,6 +13,7 @@ from dataclasses import fields, is_dataclass
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -38,6 +39,7 @@ from tdfunc.core.errors import CaptureError, ImmutableError, LeafMismatchError, 
 from tdfunc.core.memory import storage_id
 from tdfunc.core.pytree import flatten_with_paths
 
+_READ_DEVICE = torch.ops.prim.device.default
 # Their schemas do not say that they update the running statistics: (index of the statistics, index of `training`, or
 # None if they always do). A test searches all schemas of torch for others.
 _aten = torch.ops.aten
@@ -126,13 +128,16 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Half of all calls: each read of a fake tensor's device is one.
+        if func is _READ_DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         # `Guard` is there for the calls of the function, not for those that torch makes to run an operation.
         with torch._C.DisableTorchFunction():
+            leaves: list[Any] = []
             if func not in _LIFTS:
-                args, kwargs = torch_pytree.tree_map_only(Tensor, self._lift, (args, kwargs))
-            leaves = []
-            if func not in _LIFTS:
-                leaves = torch_pytree.tree_leaves((args, kwargs))
+                leaves = optree.tree_leaves((args, kwargs))
+                if any([isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) for leaf in leaves]):
+                    args, kwargs = torch_pytree.tree_map_only(Tensor, self._lift, (args, kwargs))
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self.refuse_seeds([leaf for leaf in leaves if isinstance(leaf, torch.Generator)])
             for tensor in written_by(func, args, kwargs):
@@ -140,7 +145,8 @@ class Recorder(TorchDispatchMode):
                 if name is not None:
                     raise self._write_error(name or self._name_captured(tensor), func)
             out = func(*args, **kwargs)
-        self.made += [(weakref.ref(leaf), func) for leaf in torch_pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        made = optree.tree_leaves(out)
+        self.made += [(weakref.ref(leaf), func) for leaf in made if isinstance(leaf, Tensor)]
         return out
 
     def _name_captured(self, fake: Tensor) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -222,15 +223,41 @@ def test_padded_encoders_differ_in_padded_rows_only():
     assert replayed[:, 2].any()
 
 
+def conv_gradient(x):
+    """A node with a result that is None: there is no bias."""
+    weight = torch.ones(2, 3, 3, 3)
+    return torch.func.grad(lambda x: F.conv2d(x, weight).square().sum())(x)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        conv_gradient,
+        pytest.param(lambda x: x.unbind(0)[0] + 1, id="one item"),
+        pytest.param(lambda x: x[0].unbind(0)[1], id="one of three items"),
+        pytest.param(lambda x: x[0].unbind(0)[::-1], id="all items, reversed"),
+        pytest.param(lambda x: torch.stack(x.max(3)[::-1]), id="two items"),
+        pytest.param(lambda x: [a * b for a, b in zip(*[x[0].unbind(0)] * 2, strict=True)], id="each item twice"),
+    ],
+)
+def test_lists_of_results(fn):
+    """An operation of several results gives each of them to those who use it."""
+    x = torch.randn(1, 3, 4, 4)
+    jitted = jit(fn, captures="constants")
+    jitted(x)
+
+    assert_trees_equal(jitted(x), fn(x))
+
+
 def test_cache_is_bounded():
     """The trace that was not used for longest is dropped first."""
     fn = jit(lambda x: x + 1, cache_size=2)
     for n in (1, 2, 1, 3, 1, 3):
         fn(torch.ones(n))
 
-    assert fn.cache_info() == (3, 3, 2, 2)
+    assert fn.cache_info()[:4] == (3, 3, 2, 2)
     fn.cache_clear()
-    assert fn.cache_info() == (0, 0, 2, 0)
+    assert fn.cache_info() == (0, 0, 2, 0, 0)
 
 
 # -- inside other things ----------------------------------------------------------------------------------------
