@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from tdfunc._jit.graph import list_moved
 from tdfunc._jit.memory import Memory, tensors_of
@@ -82,15 +82,20 @@ _EXACT_DTYPES = (torch.float32, torch.float64, torch.int64)
 _GIVEN = ("placeholder", "get_attr")
 
 
-def compile_graph(module: fx.GraphModule, memory: Memory, pool: Pool | None = None) -> Callable[..., list[Any]]:
-    """Return the function of the graph's placeholders that returns a list of its outputs, large ones from a pool."""
-    _join_views(module.graph)
-    memory.read(module.graph)
-    writer = _Writer(module, memory, pool)
+def compile_graph(
+    graph: fx.Graph, constants: nn.Module, memory: Memory, pool: Pool | None = None
+) -> Callable[..., list[Any]]:
+    """Return the function of the graph's placeholders that returns a list of its outputs, large ones from a pool.
+
+    `constants` has the tensors that the graph reads besides them.
+    """
+    _join_views(graph)
+    memory.read(graph)
+    writer = _Writer(graph, constants, memory, pool)
     lines: list[str] = []
     names: list[str] = []
     unpacked: set[fx.Node] = set()
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         if node.op == "placeholder":
             names.append(node.name)
         elif node.op == "output":
@@ -214,9 +219,9 @@ def _find_last_users(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 class _Writer:
     """Spells nodes, and binds what has no spelling to names of the code's scope."""
 
-    def __init__(self, module: fx.GraphModule, memory: Memory, pool: Pool | None) -> None:
+    def __init__(self, graph: fx.Graph, constants: nn.Module, memory: Memory, pool: Pool | None) -> None:
         self.scope: dict[str, Any] = {}
-        self._module = module
+        self._given = constants
         self._memory = memory
         self._pool = pool
         # The bytes of each block that the code takes from the pool.
@@ -225,17 +230,17 @@ class _Writer:
         self._bound: dict[Any, str] = {}
         # The names of tensors that need no argument and are made once.
         self.constants: dict[fx.Node, str] = {}
-        for node in module.graph.nodes:
+        for node in graph.nodes:
             if self._is_constant(node):
                 self.constants[node] = self.bind(node.target(*node.args, **node.kwargs))
         # The first node that has a storage made it.
         self._makers: dict[int, fx.Node] = {}
-        for node in module.graph.nodes:
+        for node in graph.nodes:
             for storage in memory.of(node):
                 self._makers.setdefault(storage, node)
         # The names that nothing uses after a node.
         self.dead: dict[fx.Node, list[str]] = {}
-        for node, user in _find_last_users(module.graph).items():
+        for node, user in _find_last_users(graph).items():
             if user.op != "output" and node.op not in _GIVEN and node not in self.constants:
                 self.dead.setdefault(user, []).append(node.name)
 
@@ -255,7 +260,7 @@ class _Writer:
         """Return the code of an argument."""
         if isinstance(value, fx.Node):
             if value.op == "get_attr":
-                return self.bind(operator.attrgetter(str(value.target))(self._module))
+                return self.bind(operator.attrgetter(str(value.target))(self._given))
             return self.constants.get(value, value.name)
         if value is None or isinstance(value, (bool, str)) or type(value) is int:
             return repr(value)

@@ -27,9 +27,8 @@ _JOINED = 1 << 16
 _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
 
 
-def clean(module: fx.GraphModule) -> Memory:
+def clean(graph: fx.Graph) -> Memory:
     """Simplify the graph of a trace, and return its memory."""
-    graph = module.graph
     memory = Memory(graph)
     _drop_no_ops(graph, memory)
     _fill_shapes(graph)
@@ -42,7 +41,6 @@ def clean(module: fx.GraphModule) -> Memory:
     _join_calls(graph, memory)
     for node in graph.nodes:
         node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _spell_exactly)
-    module.recompile()
     return memory
 
 

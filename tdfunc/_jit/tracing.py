@@ -73,7 +73,9 @@ def state_of(tensor: Tensor) -> tuple[int, int]:
 class Trace(NamedTuple):
     """A recorded run: the graph, whose output is a list of tensors, and how to make the result of them."""
 
-    graph: fx.GraphModule
+    graph: fx.Graph
+    # Has the captured tensors, under the names in the graph.
+    constants: nn.Module
     build: Build
     # Outputs that the function made to require grad.
     trained: tuple[int, ...]
@@ -135,7 +137,7 @@ class Recorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             leaves: list[Any] = []
             if func not in _LIFTS:
-                leaves = optree.tree_leaves((args, kwargs))
+                leaves = optree.tree_leaves([args, kwargs])  # pyright: ignore[reportArgumentType]
                 if any([isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) for leaf in leaves]):
                     args, kwargs = torch_pytree.tree_map_only(Tensor, self._lift, (args, kwargs))
             if torch.Tag.nondeterministic_seeded in func.tags:
@@ -405,9 +407,7 @@ def trace(
             raise watch.capture_error()
         tracer.graph.output(outputs)
     trained = tuple(i for i, tensor in enumerate(slots) if tensor.requires_grad and tensor.is_leaf)
-    return Trace(
-        fx.GraphModule(tracer.root, tracer.graph), build, trained, list(watch.captures.values()), watch.refuse_kept
-    )
+    return Trace(tracer.graph, tracer.root, build, trained, list(watch.captures.values()), watch.refuse_kept)
 
 
 # Any: torch has no types for its tracer.

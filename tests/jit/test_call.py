@@ -5,6 +5,7 @@ import gc
 import shutil
 import threading
 import weakref
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.profiler import ProfilerActivity, profile
 
-from tdfunc import TensorDict, functional
+from tdfunc import TensorDict, UnsupportedError, functional
 from tdfunc._jit import jit
 from tdfunc.optim import adam
 from tests.helpers import assert_trees_equal, run_in_threads
@@ -371,3 +372,24 @@ def test_deep_copies():
     assert held.fast(x).tolist() == [0.0, 2.0, 4.0]
     plain = jit(torch.sin)
     assert copy.deepcopy(plain)(x).tolist() == plain(x).tolist()
+
+
+def fails(x):
+    """Read a value, which a trace refuses."""
+    return x.sum().item()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fn", [torch.sin, fails])
+def test_a_trace_leaves_the_collection_of_garbage_as_it_was(enabled, fn):
+    """It is off while a trace is made."""
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with suppress(UnsupportedError):
+            jit(fn)(torch.ones(2))
+        after = gc.isenabled()
+    finally:
+        (gc.enable if before else gc.disable)()
+
+    assert after == enabled
