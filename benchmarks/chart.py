@@ -22,11 +22,17 @@ BARS = (
     Bar(
         "training",
         "MLP 16-64-64-1, 64 members",
-        "loop of torch.optim",
+        "loop of fused torch.optim",
         "training step of 64 small networks",
-        "loop of torch.optim",
+        "loop of fused torch.optim",
     ),
-    Bar("training", "MLP 16-64-64-1, 64 members", "vmap(grad(functional_call))", "", "vmap(grad(functional_call))"),
+    Bar(
+        "training",
+        "MLP 16-64-64-1, 64 members",
+        "torch.func, one fused torch.optim",
+        "",
+        "torch.func, one fused torch.optim",
+    ),
     Bar("training", "jit(vmap(grad(loss))), 16 members", "not traced", "gradients of 16 networks", "not traced"),
     Bar(
         "modules", "swap, 122 parameters, the same tree", "functional_call", "weights into a module", "functional_call"

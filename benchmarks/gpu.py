@@ -139,12 +139,12 @@ def step_makers(model: str, members: int, plan: Plan) -> Makers:
 
     backend = "cudagraphs" if plan.device.type == "cuda" else None
     makers: Makers = {
-        OURS: lambda: training.ours(*made(), backend=backend),
-        JIT: lambda: training.ours(*made()),
+        OURS: lambda: training.ours(*made(), backend=backend, donate=True),
+        JIT: lambda: training.ours(*made(), donate=True),
         FOREACH: lambda: training.stacked(*made()),
     }
     if members <= LOOPED[model]:
-        makers[FUSED] = lambda: training.loop(*made(), fused=True)
+        makers[FUSED] = lambda: training.loop(*made())
     if members in COMPILED[model]:
         makers[GRAPHS] = lambda: training.stacked(*made(), partial(with_cuda_graphs, plan))
     return makers

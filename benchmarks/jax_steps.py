@@ -142,8 +142,11 @@ def cross_entropy(y: Any, t: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(y, t).mean()
 
 
-def data_of(model: str) -> tuple[Any, Any]:
+def data_of(model: str, width: int | None = None) -> tuple[Any, Any]:
     a, b = random.split(random.key(1))
+    if width is not None:
+        shape = (BATCH, 16) if model == "mlp" else (BATCH, TOKENS, width)
+        return random.normal(a, shape), random.randint(b, (BATCH,), 0, CLASSES)
     if model == "mlp":
         return random.normal(a, (BATCH, 16)), random.normal(b, (BATCH, 1))
     shape = (BATCH, 1, 8, 8) if model == "cnn" else (BATCH, TOKENS, WIDTH)
@@ -155,8 +158,9 @@ INITS = {"mlp": init_mlp, "cnn": init_cnn, "transformer": init_transformer}
 LOSSES = {"mlp": squared, "cnn": cross_entropy, "transformer": cross_entropy}
 
 
-def make_bare(model: str, members: int, rate: float) -> Step:
+def make_bare(model: str, members: int, rate: float, width: int | None = None) -> Step:
     """Return a step of `jax.jit` on dicts and lists of arrays, which donates its arguments."""
+    assert width is None
     forward, loss_of, (x, t) = FORWARDS[model], LOSSES[model], data_of(model)
     params, stats = jax.vmap(INITS[model])(random.split(random.key(0), members))
     optimizer = optax.adam(LR)
@@ -190,9 +194,12 @@ class Mlp(eqx.Module):
     layers: list[eqx.nn.Linear]
     dropout: eqx.nn.Dropout
 
-    def __init__(self, key: Any, rate: float) -> None:
-        a, b, c = random.split(key, 3)
-        self.layers = [eqx.nn.Linear(16, 64, key=a), eqx.nn.Linear(64, 64, key=b), eqx.nn.Linear(64, 1, key=c)]
+    def __init__(self, key: Any, rate: float, width: int | None = None) -> None:
+        sizes = (16, 64, 64, 1)
+        if width is not None:
+            sizes = (16, width, width, CLASSES)
+        keys = random.split(key, 3)
+        self.layers = [eqx.nn.Linear(*size, key=one) for *size, one in zip(sizes, sizes[1:], keys, strict=False)]
         self.dropout = eqx.nn.Dropout(rate, inference=not rate)
 
     def __call__(self, x: Any, state: Any, key: Any) -> Any:
@@ -209,7 +216,8 @@ class Cnn(eqx.Module):
     head: eqx.nn.Linear
     dropout: eqx.nn.Dropout
 
-    def __init__(self, key: Any, rate: float) -> None:
+    def __init__(self, key: Any, rate: float, width: int | None = None) -> None:
+        assert width is None
         a, b, c = random.split(key, 3)
         self.convs = [eqx.nn.Conv2d(1, 8, 3, padding=1, key=a), eqx.nn.Conv2d(8, 16, 3, padding=1, key=b)]
         self.norms = [eqx.nn.BatchNorm(n, axis_name="batch", mode="batch") for n in (8, 16)]
@@ -230,12 +238,12 @@ class Block(eqx.Module):
     down: eqx.nn.Linear
     dropout: eqx.nn.Dropout
 
-    def __init__(self, key: Any, rate: float) -> None:
+    def __init__(self, key: Any, rate: float, width: int) -> None:
         a, b, c = random.split(key, 3)
         biases: Any = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
-        self.attention = eqx.nn.MultiheadAttention(HEADS, WIDTH, **biases, dropout_p=rate, inference=not rate, key=a)
-        self.norms = [eqx.nn.LayerNorm(WIDTH) for _ in range(2)]
-        self.up, self.down = eqx.nn.Linear(WIDTH, HIDDEN, key=b), eqx.nn.Linear(HIDDEN, WIDTH, key=c)
+        self.attention = eqx.nn.MultiheadAttention(HEADS, width, **biases, dropout_p=rate, inference=not rate, key=a)
+        self.norms = [eqx.nn.LayerNorm(width) for _ in range(2)]
+        self.up, self.down = eqx.nn.Linear(width, 2 * width, key=b), eqx.nn.Linear(2 * width, width, key=c)
         self.dropout = eqx.nn.Dropout(rate, inference=not rate)
 
     def __call__(self, x: Any, key: Any) -> Any:
@@ -249,9 +257,10 @@ class Transformer(eqx.Module):
     blocks: list[Block]
     head: eqx.nn.Linear
 
-    def __init__(self, key: Any, rate: float) -> None:
-        self.blocks = [Block(one, rate) for one in random.split(key, LAYERS)]
-        self.head = eqx.nn.Linear(WIDTH, CLASSES, key=key)
+    def __init__(self, key: Any, rate: float, width: int | None = None) -> None:
+        width = width or WIDTH
+        self.blocks = [Block(one, rate, width) for one in random.split(key, LAYERS)]
+        self.head = eqx.nn.Linear(width, CLASSES, key=key)
 
     def __call__(self, x: Any, state: Any, key: Any) -> Any:
         for block, one in zip(self.blocks, random.split(key, LAYERS), strict=True):
@@ -262,10 +271,11 @@ class Transformer(eqx.Module):
 MODULES = {"mlp": Mlp, "cnn": Cnn, "transformer": Transformer}
 
 
-def make_equinox(model: str, members: int, rate: float) -> Step:
-    """Return a step of equinox's modules under `filter_jit` with donation."""
-    loss_of, (x, t) = LOSSES[model], data_of(model)
-    make = eqx.filter_vmap(lambda key: eqx.nn.make_with_state(MODULES[model])(key, rate))
+def make_equinox(model: str, members: int, rate: float, width: int | None = None) -> Step:
+    """Return a step of equinox's modules under `filter_jit` with donation; with a width, of a classifier."""
+    loss_of = LOSSES[model] if width is None else cross_entropy
+    x, t = data_of(model, width)
+    make = eqx.filter_vmap(lambda key: eqx.nn.make_with_state(MODULES[model])(key, rate, width))
     modules, states = make(random.split(random.key(0), members))
     optimizer = optax.adam(LR)
 

@@ -12,6 +12,8 @@ from tdfunc import optim
 from tdfunc.ensemble.stack import stack_modules
 
 LOOP = "loop of torch.optim"
+# Rules of which torch has a fused kernel on the CPU.
+FUSED = ("adam", "adamw", "sgd", "adagrad")
 MEMBERS = 16
 # Those whose arithmetic is a few operations for each element; Muon multiplies matrices.
 RULES: dict[str, tuple[Any, Any]] = {
@@ -52,7 +54,8 @@ def loop(name: str, models: list[nn.Module], rates: list[float]) -> Way:
     members = [[nn.Parameter(leaf.detach().clone()) for leaf in model.parameters()] for model in models]
     for leaf in [leaf for member in members for leaf in member]:
         leaf.grad = leaf.detach() * 0.1
-    optimizers = [RULES[name][1](member, lr=rate) for member, rate in zip(members, rates, strict=True)]
+    options = {"fused": True} if name in FUSED else {}
+    optimizers = [RULES[name][1](member, lr=rate, **options) for member, rate in zip(members, rates, strict=True)]
 
     def call() -> None:
         for optimizer in optimizers:
@@ -70,7 +73,7 @@ SUITE = Suite(
     "Optimizer steps",
     "A row is one optimizer step without its gradient, for 16 members of 16-64-64-1. Each member has its own "
     "learning rate. tdfunc updates the stack out of place. The loop updates in place with one optimizer per "
-    "member, with the defaults of `torch.optim`.",
+    "member, fused where torch has a fused kernel.",
     optimizer_cases,
     # A step of plain SGD is one operation, for which the loop calls little else.
     (

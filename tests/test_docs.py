@@ -172,14 +172,3 @@ def test_pictures_are_small():
 
     assert len(pictures) >= 4
     assert [path.name for path in pictures if path.stat().st_size > 100_000] == []
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-@pytest.mark.parametrize("case", ["MLP, 16 wide", "MLP, 256 wide", "transformer, 32 wide", "transformer, 256 wide"])
-def test_the_numbers_of_the_first_screen_are_measured(page, case):
-    """README and first page name the speed-up of 64 members by their width, as the tables of benchmarks have it."""
-    rows = (ROOT / "docs/benchmarks_ensembles.md").read_text()
-    speedup = re.search(rf"^\| {case}, 64 members \| loop of torch.optim \|.*?\| (\d\S*x) \|", rows, re.MULTILINE)[1]
-
-    model, width = case.removesuffix(" wide").split(", ")
-    assert f"| {model} | {width} | **{speedup}** |" in (ROOT / page).read_text()
