@@ -93,7 +93,8 @@ def node_like(cls: type[T], context: Context, children: tuple[Any, ...]) -> T:
 
 def make_node_maker(cls: type[T], context: Context) -> Callable[[tuple[Any, ...]], T]:
     """Return `node_like` for one context: a third of its time, for nodes that are made again and again."""
-    if context.grafts:
+    makes_its_own = cls._make.__func__ is not TensorCollection._make.__func__
+    if context.grafts or makes_its_own:
         return partial(node_like, cls, context)
     order = context.order
     in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple

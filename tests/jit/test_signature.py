@@ -393,7 +393,25 @@ def make_lazy(x):
     return tdfunc.lazy_stack([TensorDict({"a": x}, [2]), TensorDict({"a": torch.cat([x, x], 1)}, [2])])
 
 
-@pytest.mark.parametrize("make", [make_dict, make_named, make_lazy, lambda x: TensorDict({"e": {}, "x": x})])
+class Shouts:
+    """A base without slots: instances of its classes have a dict."""
+
+    def shout(self):
+        """Return a word."""
+        return "x!"
+
+
+@tdfunc.tensorclass
+class Loud(Shouts):
+    """Typed fields over such a base."""
+
+    x: torch.Tensor
+    b: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "make", [make_dict, make_named, make_lazy, lambda x: TensorDict({"e": {}, "x": x}), lambda x: Loud(x=x, b=x + 1)]
+)
 def test_a_result_is_described_as_a_new_tree(make):
     """What a replay notes in its results is what the next call would find in them."""
     fn = jit(make)
