@@ -159,6 +159,64 @@ def test_four_times_as_many_take_few_more_calls_than_four_times(case, tmp_path):
     assert many <= limit * few
 
 
+def count_lines(run):
+    """Count the lines of Python that run."""
+    count = 0
+
+    def note(frame, event, arg):
+        nonlocal count
+        count += event == "line"
+        return note
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def tied_layers(n):
+    """Return n layers of two names of one tensor."""
+    module = nn.Module()
+    for i in range(n):
+        layer = nn.Module()
+        layer.a = layer.b = nn.Parameter(torch.zeros(2))
+        module.add_module(f"k{i:05}", layer)
+    return tdf.from_module(module)
+
+
+LAYERS = {
+    "tensors": lambda n: TensorDict({f"k{i:05}": {"w": torch.zeros(2)} for i in range(n)}),
+    "strings": lambda n: TensorDict({f"k{i:05}": {"w": torch.zeros(2), "name": "a"} for i in range(n)}),
+    "ties": tied_layers,
+}
+READS = {
+    "load": lambda layer: layer.load(),
+    "load to a device": lambda layer: layer.load(device="cpu"),
+    "spec": lambda layer: layer.spec(),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("plain", [TensorDict(), {"x": torch.zeros(2)}], ids=["trees", "plain objects"])
+def test_an_open_file_reads_a_layer_without_a_look_at_the_others(layers, plain, read, tmp_path):
+    """A loop over four times as many layers takes about four times as long."""
+
+    def lines(n):
+        path = tmp_path / f"{n}.safetensors"
+        tdf.save({"layers": layers(n), "plain": plain}, path)
+        with tdf.open(path) as file:
+            part = file["layers"]
+            keys = list(part.keys())
+            read(part[keys[0]])
+            return count_lines(lambda: [read(part[key]) for key in keys])
+
+    assert lines(160) <= 4.5 * lines(40)
+
+
 class Elements(TorchDispatchMode):
     """Counts the elements of all results."""
 
