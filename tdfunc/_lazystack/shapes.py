@@ -85,11 +85,11 @@ def pick(stack: Any, parts: Sequence[Any]) -> Any:
     """Index a lazy stack."""
     own, inner, dim = _split_index(stack, parts, "index")
     if isinstance(own, slice):
-        done = [_indexed(tree, inner) for tree in stack._trees[own]]
+        numbers = range(*own.indices(stack._batch_size[stack._dim]))
+        done = [_indexed(tree, inner) for tree in stack._trees_at(numbers)]
         return nest(stack, done, (len(done),), dim)
     if _has_rows(own):
-        trees = stack._trees
-        done = [_indexed(trees[number], inner) for number in own.flatten().tolist()]
+        done = [_indexed(tree, inner) for tree in stack._trees_at(own.flatten().tolist())]
         return nest(stack, done, own.shape, dim)
     return _indexed(stack._tree_at(int(own)), inner)
 

@@ -125,6 +125,13 @@ class LazyStack(TreeMethods):
             return self._trees[number]
         return found
 
+    def _trees_at(self, numbers: Sequence[int]) -> list[Any]:
+        """Return some trees: a loop over the batches of an epoch would make a list of all for each batch."""
+        if 16 * len(numbers) < len(self._data):
+            return [self._tree_at(number) for number in numbers]
+        trees = self._trees
+        return [trees[number] for number in numbers]
+
     @property
     def trees(self) -> tuple[Any, ...]:
         """The trees, in order."""

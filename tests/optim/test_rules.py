@@ -267,6 +267,26 @@ def test_hyperparameters_that_require_grad_are_differentiated(name):
 
 
 @pytest.mark.parametrize("rule", [adam, adamw])
+def test_each_member_has_its_own_eps_root(rule, generator):
+    """A tensor with a value for each member, one of them 0, is as good as a number for each."""
+    stack = TensorDict({"w": torch.randn(3, 4, generator=generator)}, [3])
+    roots = [0.0, 1e-3, 1.0]
+
+    def two_steps(tree, eps_root):
+        opt = rule(lr=0.1, eps_root=eps_root)
+        return train(opt.update, opt.init(tree), tree, [tree * 0.5, tree])[0]
+
+    expected = torch.stack([two_steps(stack[i], root)["w"] for i, root in enumerate(roots)])
+    torch.testing.assert_close(two_steps(stack, torch.tensor(roots))["w"], expected)
+
+
+def test_nesterov_with_a_dampening_for_each_member_is_refused():
+    """The error names the dampening, as for a number."""
+    with pytest.raises(ValueError, match="nesterov is set without momentum, or with dampening"):
+        sgd(0.1, momentum=0.9, nesterov=True, dampening=torch.tensor([0.0, 0.1]))
+
+
+@pytest.mark.parametrize("rule", [adam, adamw])
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_eps_root_is_added_under_the_root(rule, amsgrad, generator):
     """A step divides by sqrt(v + eps_root) + eps, with v the average square without bias."""

@@ -18,7 +18,7 @@ def adam(
     amsgrad: bool = False,
     *,
     maximize: bool = False,
-    eps_root: float = 0.0,
+    eps_root: Hyper = 0.0,
 ) -> Optimizer:
     """Return the Adam optimizer; weight decay is added to the gradient.
 
@@ -60,7 +60,7 @@ def adamw(
     amsgrad: bool = False,
     *,
     maximize: bool = False,
-    eps_root: float = 0.0,
+    eps_root: Hyper = 0.0,
 ) -> Optimizer:
     """Return the AdamW optimizer; weight decay shrinks the parameters, apart from the gradient.
 
@@ -83,18 +83,20 @@ def adamw(
 
 
 def _make(
-    name: str, lr: Hyper, betas: tuple[Hyper, Hyper], eps: float, weight_decay: Hyper, eps_root: float, **flags: bool
+    name: str, lr: Hyper, betas: tuple[Hyper, Hyper], eps: float, weight_decay: Hyper, eps_root: Hyper, **flags: bool
 ) -> Optimizer:
     beta1, beta2 = betas
     hyper: dict[str, Hyper] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-    if eps_root != 0.0:
+    # The values of a tensor are not looked at: they may be traced, or change later.
+    has_root = not isinstance(eps_root, float | int) or eps_root != 0.0
+    if has_root:
         hyper["eps_root"] = eps_root
     decoupled = name == "adamw"
     slots = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if flags["amsgrad"] else ()))
     step = partial(_step, decoupled=decoupled, **flags)
     # The kernel has no eps_root.
     fused = None
-    if eps_root == 0.0:
+    if not has_root:
         fused = partial(_fused, decoupled=decoupled, **flags)
     return make_optimizer(Rule(name, slots, step, fused, decoupled=decoupled), hyper)
 

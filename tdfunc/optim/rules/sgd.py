@@ -51,7 +51,8 @@ def sgd(
     moving = not isinstance(momentum, float | int) or momentum != 0.0
     if moving:
         hyper |= {"momentum": momentum, "dampening": dampening}
-    if nesterov and (not moving or dampening != 0.0):
+    has_dampening = not isinstance(dampening, float | int) or dampening != 0.0
+    if nesterov and (not moving or has_dampening):
         raise error(
             ValueError,
             "sgd: nesterov is set without momentum, or with dampening.",

@@ -18,7 +18,6 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.types import Path, Ties
 from tdfunc.storage.safetensors.plan import address_of
-from tdfunc.storage.tree.build import ties_of
 from tdfunc.storage.tree.decode import Description, kinds_in
 from tdfunc.storage.tree.encode import IS_VALUE, outline
 from tdfunc.storage.tree.objects import OBJECT, parts_of
@@ -194,7 +193,7 @@ def plan_folder(tree: TensorCollection, call: str, *, values: bool = True) -> Fo
     # tensordict keeps no file for a leaf without elements.
     files = [file for file in leaves if file.size_bytes]
     links = _name_links(plan, folders, leaves)
-    ties = ties_of(plan)
+    ties = plan.ties
     metas: list[tuple[str, str]] = []
     for number, folder in enumerate(folders):
         metas.extend(_metas(plan, number, folder, ties))

@@ -194,7 +194,7 @@ def read_leaves(
             _move_leaves(leaves, contents, wanted, device)
             for i, like in places.items():
                 leaves[i] = place_like(leaves[i], like)
-        if any(plan.flags):
+        if any(plan.marks):
             for i in wanted:
                 leaves[i] = flag_leaf(leaves[i], plan.flags[i])
         return leaves
@@ -213,7 +213,7 @@ def _empty_leaves(contents: Contents, wanted: Sequence[int], device: torch.devic
 def _move_leaves(leaves: "Leaves", contents: Contents, wanted: Sequence[int], device: torch.device | None) -> None:
     """Move leaves that are on the CPU to a device, or to their recorded devices."""
     plan = contents.plan
-    if device is None and not any(plan.devices):
+    if device is None and not plan.has_devices:
         return
     for i in wanted:
         target = device or plan.place(i)
@@ -277,7 +277,7 @@ def _map_file(
                 # No more than this part is read.
                 views[k] = views[k][parts[i].box].clone()
     # Tensors in plain objects belong to torch's optimizers, which use them as they are.
-    values = {flags for flags in set(plan.flags) if IS_VALUE in flags}
+    values = {flags for flags in plan.marks if IS_VALUE in flags}
     if choice.aligned or values:
         for k, i in enumerate(mine):
             if (choice.aligned or plan.flags[i] in values) and views[k].data_ptr() % _ALIGN_BYTES:

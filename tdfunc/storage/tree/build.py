@@ -1,6 +1,7 @@
 """A tree from its checked description (`decode.py`) and the values of its leaves."""
 
 import sys
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,7 +16,7 @@ from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.shapes import as_names
 from tdfunc.core.types import Kind, Path, Ties
 from tdfunc.storage.tree.decode import Description, as_size
-from tdfunc.storage.tree.encode import IS_PARAMETER, IS_VALUE, KIND_FLAGS, REQUIRES_GRAD, check_tie_size, restrict
+from tdfunc.storage.tree.encode import IS_PARAMETER, IS_VALUE, KIND_FLAGS, REQUIRES_GRAD
 from tdfunc.storage.tree.objects import OBJECT, PlainObject, unpack
 from tdfunc.storage.tree.specs import malformed
 
@@ -41,21 +42,16 @@ class _Builder:
         self._leaves = leaves
         self._is_list = type(leaves) is list
         self._classes = classes
-        self._devices: Sequence[torch.device | None] = plan.devices
+        self._devices: Sequence[torch.device | None] | Mapping[int, torch.device] = plan.devices
         if device is not None:
-            self._devices = [device] * len(plan.nodes)
+            self._devices = defaultdict(lambda: device)
         self._make = TensorCollection._open._make
         # By number: a tree, or the value that a plain object became.
         self._built: dict[int, Any] = {}
-        marked = set(plan.flags)
-        self._kinds = {flags: kind_of(flags) for flags in {*marked, *_KINDS, ""}}
-        self._has_kinds = any([self._kinds[flags] for flags in marked])
-        objects = [number for number in plan.special if plan.nodes[number].get("class") == OBJECT]
-        self._keeps_objects = not objects or (not isinstance(classes, (type, Mapping)) and PlainObject in classes)
-        self._ties = ties_of(plan)
-        if self._ties and not self._keeps_objects:
-            inside = {plan.path(number) for number in objects}
-            self._ties = {number: _outside(plan.path(number), groups, inside) for number, groups in self._ties.items()}
+        self._kinds = {flags: kind_of(flags) for flags in {*plan.marks, *_KINDS, ""}}
+        self._has_kinds = any([self._kinds[flags] for flags in plan.marks])
+        keeps_all = not isinstance(classes, (type, Mapping)) and PlainObject in classes
+        self._keeps_objects = keeps_all or not plan.objects
 
     def build(self, root: int) -> TensorCollection:
         """Return the tree at a node."""
@@ -64,7 +60,7 @@ class _Builder:
             numbers = self._plan.below(root)
         # A node comes after the one that it is in, so going back its sub-trees are there.
         for number in reversed(numbers):
-            if number in self._plan.special or number in self._ties:
+            if number in self._plan.special or number in self._plan.ties:
                 self._built[number] = self._special(number)
             else:
                 self._built[number] = self._plain(number)
@@ -122,7 +118,10 @@ class _Builder:
         names = None
         if "names" in node:
             names = as_names(node["names"], len(size))
-        static = Static(kinds, self._ties.get(number, ()), node.get("own"))
+        ties = plan.ties.get(number, ())
+        if ties and not self._keeps_objects:
+            ties = _outside(plan.path(number), ties, plan.objects)
+        static = Static(kinds, ties, node.get("own"))
         cls: Any = TensorCollection._open
         if "class" in node:
             name = node["class"]
@@ -178,7 +177,7 @@ def _twice(number: int) -> CorruptCheckpointError:
     return malformed("distinct keys", f"a key twice in node {number}")
 
 
-def _outside(at: Path, groups: Ties, objects: set[Path]) -> Ties:
+def _outside(at: Path, groups: Ties, objects: Collection[Path]) -> Ties:
     """Return the groups of a node that have no path into a plain object, where each tree has its own ties."""
 
     def enters(path: Path) -> bool:
@@ -221,34 +220,6 @@ def move_leaf(leaf: Tensor, target: torch.device, *, non_blocking: bool = False)
             got=f"{type(err).__name__}: {err}"[:200],
             hint='load(path, device="cpu").',
         ) from err
-
-
-def ties_of(plan: Description) -> dict[int, Ties]:
-    """Return the groups of tied paths by node, relative to it."""
-    if not plan.groups:
-        return {}
-    depths = [0] * len(plan.nodes)
-    for number, above in enumerate(plan.parents):
-        if above is not None:
-            depths[number] = depths[above[0]] + 1
-    keys = 0
-    for refs in plan.groups:
-        keys += sum([(depths[node] + 1) ** 2 for node, _ in refs])
-    # Before the paths are made, which could fill the memory.
-    check_tie_size(keys, CorruptCheckpointError)
-    paths: list[tuple[Path, ...]] = []
-    for refs in plan.groups:
-        paths.append(tuple([(*plan.path(node), key) for node, key in refs]))
-    result: dict[int, Ties] = {0: tuple(paths)}
-    inner: dict[int, dict[str, Ties]] = {0: restrict(result[0])}
-    for number, above in enumerate(plan.parents):
-        if above is None:
-            continue
-        parent, key = above
-        if key in inner.get(parent, {}):
-            result[number] = inner[parent][key]
-            inner[number] = restrict(result[number])
-    return result
 
 
 def _batch(shape: Any, size: Size) -> Size:

@@ -8,6 +8,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable
+from functools import cached_property
 from itertools import chain
 from json.encoder import encode_basestring as quote
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 from torch import Size
 
+from tdfunc.core.errors import CorruptCheckpointError
 from tdfunc.core.keys import dotted
-from tdfunc.core.types import Path
-from tdfunc.storage.tree.encode import IS_PARAMETER, IS_VALUE, KIND_FLAGS, REQUIRES_GRAD
+from tdfunc.core.types import Path, Ties
+from tdfunc.storage.tree.encode import IS_PARAMETER, IS_VALUE, KIND_FLAGS, REQUIRES_GRAD, check_tie_size, restrict
 from tdfunc.storage.tree.objects import OBJECT
 from tdfunc.storage.tree.specs import Spec, is_countable, malformed, no_constant, parse_json, spec_of
 
@@ -93,6 +95,28 @@ class Description:
         # For each group of ties the leaf that all its paths read.
         self.tied: dict[int, int] = self._find_tied()
 
+    # What is made of all leaves or nodes is made once: a loop over sub-trees asks for it at each.
+
+    @cached_property
+    def marks(self) -> frozenset[str]:
+        """The flags that some leaf has."""
+        return frozenset(self.flags)
+
+    @cached_property
+    def has_devices(self) -> bool:
+        """Whether a device is recorded."""
+        return any(self.devices)
+
+    @cached_property
+    def objects(self) -> frozenset[Path]:
+        """The paths of plain objects."""
+        return frozenset([self.path(number) for number in self.special if self.nodes[number].get("class") == OBJECT])
+
+    @cached_property
+    def ties(self) -> dict[int, Ties]:
+        """The groups of tied paths by node, relative to it."""
+        return _ties_of(self)
+
     def path(self, number: int) -> Path:
         """Return the keys that lead to a node."""
         keys: list[str] = []
@@ -119,11 +143,10 @@ class Description:
 
     def below(self, root: int) -> list[int]:
         """Return a node and the nodes in it, each after its parent."""
-        inside = {root}
-        for number in range(root + 1, len(self.nodes)):
-            above = self.parents[number]
-            if above is not None and above[0] in inside:
-                inside.add(number)
+        # No other nodes are looked at: a loop over all sub-trees reads each.
+        inside = [root]
+        for number in inside:
+            inside += [what["tree"] for what in self.items[number] if type(what) is dict and "tree" in what]
         return sorted(inside)
 
     def leaves_below(self, root: int) -> list[int]:
@@ -425,6 +448,34 @@ def kinds_in(flags: str) -> str:
 def _stray(values: list[Any], types: frozenset[type]) -> Any:
     """Return the first value of another type, else the least value."""
     return next((value for value in values if type(value) not in types), None) or min(values)
+
+
+def _ties_of(plan: Description) -> dict[int, Ties]:
+    """Return the groups of tied paths by node, relative to it."""
+    if not plan.groups:
+        return {}
+    depths = [0] * len(plan.nodes)
+    for number, above in enumerate(plan.parents):
+        if above is not None:
+            depths[number] = depths[above[0]] + 1
+    keys = 0
+    for refs in plan.groups:
+        keys += sum([(depths[node] + 1) ** 2 for node, _ in refs])
+    # Before the paths are made, which could fill the memory.
+    check_tie_size(keys, CorruptCheckpointError)
+    paths: list[tuple[Path, ...]] = []
+    for refs in plan.groups:
+        paths.append(tuple([(*plan.path(node), key) for node, key in refs]))
+    result: dict[int, Ties] = {0: tuple(paths)}
+    inner: dict[int, dict[str, Ties]] = {0: restrict(result[0])}
+    for number, above in enumerate(plan.parents):
+        if above is None:
+            continue
+        parent, key = above
+        if key in inner.get(parent, {}):
+            result[number] = inner[parent][key]
+            inner[number] = restrict(result[number])
+    return result
 
 
 def as_size(sizes: Any, least: int = 0) -> Size:
