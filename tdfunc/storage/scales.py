@@ -57,6 +57,8 @@ _INPUTS = (
     "{stem}{key}_input_scale",
     "{stem}{key}_activation_scale",
 )
+# Scales of a layer's inputs and outputs, of which a product with numbers knows nothing (Gemma).
+_ACTIVATIONS = ("{stem}input_activation_scale", "{stem}output_activation_scale")
 # Leaves with which the numbers are more than codes times scale.
 _MORE = (
     "{stem}{key}_zero_point",
@@ -81,6 +83,13 @@ _LOW_RANK = (
     "{stem}smooth_factor_orig",
     "{stem}proj_down",
     "{stem}proj_up",
+)
+# The other leaves of a tensor of torchao.
+_TORCHAO = (
+    "{stem}_{base}_zero_point",
+    "{stem}_{base}_per_tensor_scale",
+    "{stem}_{base}_act_per_tensor_scale",
+    "{stem}_{base}_act_pre_scale",
 )
 _RULES = (
     # bitsandbytes, whose packed codes may have any dtype.
@@ -108,18 +117,27 @@ _RULES = (
         (*_INPUTS, *_MORE),
     ),
     Rule("FP8 with another scale", _FP8, "weight", ("{stem}scales", "{stem}inv_scale", "{stem}descale"), _INPUTS),
-    # compressed-tensors, TensorRT Model Optimizer (NVFP4).
-    Rule("integer", _INTEGERS, r"[^.]+", ("{stem}{key}_scale", "{stem}{key}_scale_inv"), (*_INPUTS, *_MORE)),
-    # bitsandbytes (LLM.int8), ComfyUI, MLX.
+    # compressed-tensors, TensorRT Model Optimizer (NVFP4), Gemma.
+    Rule(
+        "integer",
+        _INTEGERS,
+        r"[^.]+",
+        ("{stem}{key}_scale", "{stem}{key}_scale_inv"),
+        (*_INPUTS, *_ACTIVATIONS, *_MORE),
+    ),
+    # In its own files.
+    Rule("TensorRT Model Optimizer", _CODES, r"[^.]+", ("{stem}{key}_quantizer._scale",), ("{stem}{key}_quantizer.",)),
+    # bitsandbytes (LLM.int8), ComfyUI, MLX, EETQ and Metal of transformers.
     Rule(
         "integer",
         _INTEGERS,
         "weight",
-        ("{stem}SCB", "{stem}scale_weight", "{stem}scales", "{stem}scale"),
+        ("{stem}SCB", "{stem}scale_weight", "{stem}scales", "{stem}scale", "{stem}weight_scales"),
         (
             *_INPUTS,
             "{stem}weight_format",
             "{stem}biases",
+            "{stem}qbiases",
             "{stem}zero_point",
             "{stem}zeros",
             "{stem}tables",
@@ -146,7 +164,7 @@ _RULES = (
     ),
     Rule("compressed-tensors", _INTEGERS, r"(.+)_packed", ("{stem}{base}_scale",), _PACKED),
     Rule("MXFP4", _INTEGERS, r"(.+)_blocks", ("{stem}{base}_scales",)),
-    Rule("torchao", _CODES, r"_(.+)_qdata", ("{stem}_{base}_scale",), ("{stem}_{base}_zero_point",)),
+    Rule("torchao", _CODES, r"_(.+)_qdata", ("{stem}_{base}_scale", "{stem}_{base}_scale_and_zero"), _TORCHAO),
     Rule("quanto", _CODES, "_data", ("{stem}_scale",), ("{stem}_shift",)),
     Rule("HQQ", _INTEGERS, "W_q", ("{stem}scale",), ("{stem}zero",)),
     Rule("EXL2", _INTEGERS, "q_weight", ("{stem}q_scale",), ("{stem}q_scale_max", "{stem}q_groups")),

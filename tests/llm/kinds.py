@@ -51,6 +51,17 @@ def metaspace(scheme=None, single=None):
     return as_transformers(made)
 
 
+def fallback():
+    """Characters without a token are written by their bytes, which the trainer got as special tokens."""
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
+    replace = tokenizers.normalizers.Replace(" ", "▁")
+    made.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend("▁"), replace])
+    options = {"vocab_size": 400, "special_tokens": [*SPECIAL, *byte_tokens], "show_progress": False}
+    made.train_from_iterator(TRAINED, tokenizers.trainers.BpeTrainer(**options))
+    return as_transformers(made)
+
+
 def word_pieces():
     """Words in pieces, which `##` continues, with a token at each side."""
     made = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="<unk>"))

@@ -151,6 +151,46 @@ OTHERS = {
         integers("q.qweight", E4M3, (4, 6), **{"q.quant_scale_value": ((4, 1), F32)}),
     ),
     "EETQ": ("q.qweight", integers("q.qweight", torch.int8, (4, 6), **{"q.weight_scales": ((6,), HALF)})),
+    "EETQ of transformers": (WEIGHT, integers(WEIGHT, torch.int8, (4, 6), **{"q.weight_scales": ((6,), HALF)})),
+    "Metal": (
+        WEIGHT,
+        integers(WEIGHT, torch.uint32, (4, 2), **{"q.scales": ((4, 1), F32), "q.qbiases": ((4, 1), F32)}),
+    ),
+    "Gemma": (
+        WEIGHT,
+        integers(
+            WEIGHT,
+            BYTE,
+            (4, 3),
+            **{SCALE: ((4, 1), F32), "q.input_activation_scale": ((), F32), "q.output_activation_scale": ((), F32)},
+        ),
+    ),
+    "torchao int4": (
+        "q._weight_qdata",
+        integers("q._weight_qdata", INT, (4, 6), **{"q._weight_scale_and_zero": ((1, 4, 2), F32)}),
+    ),
+    "torchao NVFP4": (
+        "q._weight_qdata",
+        integers(
+            "q._weight_qdata",
+            BYTE,
+            (4, 8),
+            **{"q._weight_scale": ((4, 1), E4M3), "q._weight_per_tensor_scale": ((), F32)},
+        ),
+    ),
+    "TensorRT Model Optimizer int4": (
+        WEIGHT,
+        integers(
+            WEIGHT,
+            BYTE,
+            (4, 8),
+            **{"q.weight_quantizer._scale": ((4, 1), F32), "q.weight_quantizer._double_scale": ((), F32)},
+        ),
+    ),
+    "TensorRT Model Optimizer FP8": (
+        WEIGHT,
+        integers(WEIGHT, E4M3, (4, 8), **{"q.weight_quantizer._scale": ((), F32)}),
+    ),
     "Nunchaku": (
         "q.qweight",
         integers(

@@ -30,7 +30,7 @@ from tdfunc.cli.ties import share_ties
 from tdfunc.core.collection import LeafOp
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, brief, error
 from tdfunc.core.keys import dotted
-from tdfunc.llm.folders.files import read_beside, write_beside
+from tdfunc.llm.folders.files import read_beside, weights_beside, write_beside
 from tdfunc.ops.display.text import count_text
 from tdfunc.storage.disk.remote import is_remote
 from tdfunc.storage.tree.build import without_values
@@ -307,6 +307,8 @@ def _describe(
 ) -> dict[str, bytes]:
     """Return the files of the first model that transformers reads beside the weights, with the new entries."""
     files = read_beside(origin.path)
+    for name in weights_beside(files):
+        note(f"{safe(name)} is the first model's: parts of sentence-transformers behind the model are not merged.")
     if vocabulary is not None and merge.tokenizer not in ("base", "union"):
         renumber_tokens(files, vocabulary.numbers(origin.path))
     config = json.loads(files["config.json"])

@@ -19,6 +19,8 @@ from tdfunc.llm.templates.base import Marked, Span, controls_in
 _GUARDS = ("\ue0d1", "\uf0d3", "\U000f1c05")
 # The number of tokens in front with which ids are decoded as they follow others.
 CONTEXT = 4
+# The tokens of bytes, by which a model with `byte_fallback` writes characters that have no token.
+_BYTES = frozenset([f"<0x{byte:02X}>" for byte in range(256)])
 
 
 class Encoded(NamedTuple):
@@ -222,7 +224,8 @@ def _old_places(parts: Sequence[_Part], offsets: Sequence[tuple[int, int]]) -> l
 def has_hidden_control(tokenizer: Any, text: str, ids: Sequence[int], control: tuple[str, ...]) -> bool:
     """Return whether a text has other strings than control strings that become control ids.
 
-    A normalizer can make such strings: one of lower case of `</S>`, and NFKC of characters in full width.
+    A normalizer can make such strings: one of lower case of `</S>`, and NFKC of characters in full width. The control
+    ids of bytes stand for characters that have no token.
 
     Args:
         tokenizer: The tokenizer.
@@ -234,11 +237,18 @@ def has_hidden_control(tokenizer: Any, text: str, ids: Sequence[int], control: t
     if backend is None or backend.normalizer is None:
         return False
     # Unknown characters become the unknown token, which marks nothing.
-    tokens = {each for each in control if each != tokenizer.unk_token}
+    tokens = {each for each in control if each != tokenizer.unk_token} - _byte_tokens(control)
     names = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.content in tokens}
     tokens &= set(names.values())
     written = sum([match[0] in tokens for match in controls_in(text, control)])
     return sum([each in names for each in ids]) > written
+
+
+def _byte_tokens(control: tuple[str, ...]) -> frozenset[str]:
+    """Return the control tokens by which the model writes bytes: a trainer gets all of them as special tokens."""
+    if _BYTES.issubset(control):
+        return _BYTES
+    return frozenset()
 
 
 class _PrivateCopy(NamedTuple):
@@ -270,6 +280,7 @@ def _private_copy(tokenizer: Any, control: tuple[str, ...], text: str) -> _Priva
     if guard is None:
         raise error(ValueError, "a content has every character by which control tokens are renamed.", got=str(_GUARDS))
     data = json.loads(tokenizer.backend_tokenizer.to_str())
+    byte_tokens = _byte_tokens(control)
     names: dict[str, str] = {}
     ids: dict[str, int] = {}
     for i, token in enumerate(data["added_tokens"]):
@@ -280,7 +291,8 @@ def _private_copy(tokenizer: Any, control: tuple[str, ...], text: str) -> _Priva
             token["content"] = name
             # A normalizer may change or remove the guards.
             token["normalized"] = False
-    _rename_in_model(data["model"], names)
+    # The model still finds its bytes by their names; the new name of such a token has an id of its own.
+    _rename_in_model(data["model"], {old: new for old, new in names.items() if old not in byte_tokens})
     # Offsets are of whole tokens, spaces included; nothing is added, cut or padded.
     data.update(post_processor=None, truncation=None, padding=None)
     # Any: without stubs.

@@ -19,7 +19,7 @@ from tdfunc.llm import (
     tokenize_prompts,
     tokenize_text,
 )
-from tests.llm.kinds import KINDS, letters, normalized, tokenizer_of, unigram
+from tests.llm.kinds import KINDS, fallback, letters, normalized, tokenizer_of, unigram
 from tests.llm.tokens import tokenizers
 from tests.llm.wrappers.fake import FakeWrapper
 
@@ -318,6 +318,45 @@ def test_conversations_are_one_call(kind, entrance, turns, reply):
     text = tokenizer.apply_chat_template(chat, tokenize=False)
 
     assert CHATS[entrance](tokenizer, chat) == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("content", ["€", "一 ü", "yes"])
+@pytest.mark.parametrize("entrance", CHATS)
+def test_bytes_that_are_special_tokens_are_the_models(entrance, content):
+    """A character without a token is its bytes, and no control string that a content has."""
+    tokenizer = fallback()
+    chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+
+    assert CHATS[entrance](tokenizer, chat) == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("entrance", CHATS)
+def test_bytes_stay_beside_a_control_string_in_a_content(entrance):
+    """The copy in which control tokens have other names writes the bytes of a character without a token."""
+    tokenizer = fallback()
+    chat = [{"role": "user", "content": "</s>€"}, {"role": "assistant", "content": "yes"}]
+    found = CHATS[entrance](tokenizer, chat)
+
+    written = tokenizer.convert_ids_to_tokens(found)
+    start = written.index("<0xE2>")
+    assert written[start : start + 3] == ["<0xE2>", "<0x82>", "<0xAC>"]
+
+
+def test_the_name_of_a_byte_in_a_content_is_ordinary_text():
+    """It is not the byte, although the model has a token of this name."""
+    tokenizer = fallback()
+    history = History.from_chats([{"role": "user", "content": "<0xE2>"}])
+    found = history.apply_chat_template(tokenizer=tokenizer, tokenize=True)
+
+    assert tokenizer.convert_tokens_to_ids("<0xE2>") not in found
+
+
+def test_a_text_with_bytes_is_rendered():
+    """It has no control string."""
+    history = History.from_chats([{"role": "user", "content": "€"}])
+
+    assert "€" in history.apply_chat_template(tokenizer=fallback())
 
 
 @pytest.mark.parametrize(("kind", "content"), HIDDEN)

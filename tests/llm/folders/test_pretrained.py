@@ -257,6 +257,64 @@ def test_a_merge_keeps_further_templates(tmp_path):
     assert (tmp_path / "out" / "additional_chat_templates" / "rag.jinja").read_text() == "a"
 
 
+def write_parts(folder):
+    """The parts of sentence-transformers behind a model: one without weights, one with them, one without a folder."""
+    parts = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Normalize": "Normalize"}
+    listed = [{"idx": i, "path": path, "type": kind} for i, (path, kind) in enumerate(parts.items())]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    for name in ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text('{"own": 1}')
+
+
+PARTS = ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_sentence_transformers_are_kept(name, tmp_path):
+    """`modules.json` names them; without them the model does not load."""
+    model = write("llama", tmp_path / "source")
+    write_parts(tmp_path / "source")
+
+    save_pretrained(tdf.from_module(model), tmp_path / "out", model=model, source=tmp_path / "source")
+
+    assert (tmp_path / "out" / name).read_text() == '{"own": 1}'
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_merge_keeps_parts_of_sentence_transformers(name, tmp_path):
+    """Those of the first model."""
+    for place in "ab":
+        write("llama", tmp_path / place)
+    write_parts(tmp_path / "a")
+
+    run("merge", tmp_path / "a", tmp_path / "b", "--method", "linear", "-o", tmp_path / "out")
+
+    assert (tmp_path / "out" / name).read_text() == '{"own": 1}'
+
+
+def test_a_merge_names_weights_that_it_does_not_merge(tmp_path):
+    """A part behind the model is the first model's."""
+    for place in "ab":
+        write("llama", tmp_path / place)
+    write_parts(tmp_path / "a")
+
+    result = run("merge", tmp_path / "a", tmp_path / "b", "--method", "linear", "-o", tmp_path / "out")
+
+    assert "2_Dense/model.safetensors is the first model's" in result.err
+
+
+@pytest.mark.parametrize("listed", ["{", "5", '[{"path": "../other"}, {"path": 3}, 4, {"path": "missing"}]'])
+def test_another_list_of_modules_is_kept_as_it_is(listed, tmp_path):
+    """Only folders inside the folder are parts."""
+    model = write("llama", tmp_path / "source")
+    (tmp_path / "source" / "modules.json").write_text(listed)
+
+    save_pretrained(tdf.from_module(model), tmp_path / "out", model=model, source=tmp_path / "source")
+
+    assert (tmp_path / "out" / "modules.json").read_text() == listed
+
+
 def test_a_folder_without_the_prefix_of_the_head_comes_back(tmp_path):
     """GPT-2's own folder has the names of the model without its head."""
     make("gpt2").transformer.save_pretrained(tmp_path / "source")
