@@ -136,6 +136,15 @@ def test_kept_results_do_not_make_the_pool_grow():
     assert len({x.data_ptr() for x in kept}) == 100
 
 
+def test_many_shapes_do_not_make_the_pool_grow():
+    """The records of all shapes together hold what the largest of them uses."""
+    step = make_step()
+    for size in range(8, 40):
+        step(torch.ones(size))
+
+    assert step.cache_info().held_bytes <= 4 * 39 * 4
+
+
 @pytest.mark.parametrize("limit", [0, 31, 64])
 def test_keep_bytes_is_a_limit(limit):
     """More is not kept, and results are right."""
