@@ -321,6 +321,7 @@ def test_results_are_of_the_mode_of_the_call(grad):
     [
         pytest.param(lambda x: x.mT.contiguous(), id="copy"),
         pytest.param(lambda x: x.double() + 1, id="cast"),
+        pytest.param(lambda x: torch.ops.aten.add.Scalar(x, 1, 2), id="number times alpha"),
         pytest.param(lambda x: x[:, None].expand(2, 3, 2) * 1.5, id="expanded"),
         pytest.param(lambda x: F.max_pool1d(x[None], 2, return_indices=True), id="two results"),
         pytest.param(lambda x: (x > 0) & (x < 1), id="bools"),
