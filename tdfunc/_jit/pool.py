@@ -82,6 +82,7 @@ class Pool:
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self._max_bytes = max_bytes
+        # The sizes that were taken last are at the end. If two threads take one at a time, rows may be lost.
         self._rows: dict[int, deque[_Row]] = {}
         # The most rows of each size.
         self._limits: dict[int, int] = {}
@@ -104,7 +105,8 @@ class Pool:
 
     def take(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, size_bytes: int) -> Tensor:
         """Return a tensor of any values, in a storage of the pool that nothing else refers to, or in a new one."""
-        rows = self._rows.setdefault(size_bytes, deque())
+        rows: deque[_Row] = self._rows.pop(size_bytes, deque())
+        self._rows[size_bytes] = rows
         for _ in range(len(rows)):
             try:
                 row = rows.popleft()
@@ -129,11 +131,10 @@ class Pool:
             with suppress(IndexError):
                 rows.popleft()
         excess = self.held_bytes() - self._most_bytes
-        # Those of other sizes first.
-        for others in sorted(list(self._rows.values()), key=lambda others: others is rows):
-            while others and excess > 0:
+        for each in list(self._rows.values()):
+            while each and excess > 0:
                 with suppress(IndexError):
-                    excess -= others.popleft().size_bytes
+                    excess -= each.popleft().size_bytes
 
     def held_bytes(self) -> int:
         """Return the bytes of all storages, those in use included."""

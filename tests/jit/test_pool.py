@@ -145,6 +145,16 @@ def test_many_shapes_do_not_make_the_pool_grow():
     assert step.cache_info().held_bytes <= 4 * 39 * 4
 
 
+def test_many_shapes_leave_the_blocks_that_all_of_them_use():
+    """Blocks of the size that was taken longest ago are forgotten first: not those of the parameters."""
+    step = tdf.jit(lambda params, x: (params * 2, x + 1))
+    params = torch.randn(7)
+    for size in range(8, 40):
+        params, _ = step(params, torch.ones(size))
+
+    assert len(step._pool._rows[params.nbytes]) == 2
+
+
 @pytest.mark.parametrize("limit", [0, 31, 64])
 def test_keep_bytes_is_a_limit(limit):
     """More is not kept, and results are right."""
