@@ -409,8 +409,9 @@ def jit(
             recorded anew. If a constant was written, the call raises. If an attribute of another object no longer
             holds it, the constant stays.
         keep_bytes: The most bytes of large blocks (16 MB and more, on the CPU) that are kept for the next calls, or 0
-            for none. By default they are what the results of two calls and all intermediate results take. A block is
-            used again when nothing else refers to its memory, and `cache_clear()` frees them.
+            for none. By default they are what the results of two calls and all intermediate results take, in the
+            record that takes most. A block is used again when nothing else refers to its memory, and `cache_clear()`
+            frees them.
 
     Returns:
         The function, with `cache_info()`, `cache_clear()` and `graph(*args)`.

@@ -8,8 +8,24 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
+
+
+def _scaled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that takes `alpha` by its place, as the overloads for numbers do; `fn` takes it by name."""
+
+    def call(x: Tensor, number: Any, alpha: Any = 1, *, out: Tensor) -> Tensor:
+        return fn(x, number, alpha=alpha, out=out)
+
+    return call
+
+
 # Of `x + number`, torch has a kernel that writes into `out` under the name for two tensors only.
-_WITH_NUMBERS = {getattr(aten, name).Scalar: getattr(aten, name).out for name in ("add", "sub", "mul", "div")}
+_WITH_NUMBERS: dict[Any, Callable[..., Tensor]] = {
+    aten.add.Scalar: _scaled(aten.add.out._op),
+    aten.sub.Scalar: _scaled(aten.sub.out._op),
+    aten.mul.Scalar: aten.mul.out._op,
+    aten.div.Scalar: aten.div.out._op,
+}
 # Their kernels write into `out`, although torch registers them for all devices at once.
 _FOR_ALL_DEVICES = (aten.stack.out,)
 # torch 2.13 writes all elements before it reduces them, in an `out` that it makes larger.
@@ -34,7 +50,7 @@ def find_out(operation: Any) -> OutCall | None:
     if operation in (aten.clone.default, aten._to_copy.default):
         return OutCall(_copy, ("out",))
     if operation in _WITH_NUMBERS:
-        return OutCall(_WITH_NUMBERS[operation]._op, ("out",))
+        return OutCall(_WITH_NUMBERS[operation], ("out",))
     schema = getattr(operation, "_schema", None)
     if schema is None or not schema.returns or schema.is_mutable:
         return None

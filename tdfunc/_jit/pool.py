@@ -28,13 +28,13 @@ _count_owners: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttrib
 class _Row:
     """A storage, the only reference of the pool to it, and what it was when it was made."""
 
-    __slots__ = ("_address", "_cdata", "_size_bytes", "storage")
+    __slots__ = ("_address", "_cdata", "size_bytes", "storage")
 
     def __init__(self, tensor: Tensor) -> None:
         self.storage = tensor.untyped_storage()
         self._cdata = self.storage._cdata
         self._address = self.storage.data_ptr()
-        self._size_bytes = self.storage.nbytes()
+        self.size_bytes = self.storage.nbytes()
 
     def count(self) -> tuple[int, int]:
         """Return the numbers of owners and of references to the Python object, those of this call included."""
@@ -42,7 +42,7 @@ class _Row:
 
     def is_whole(self) -> bool:
         """Return whether it is the memory that it was: `resize_` and `share_memory_` move it."""
-        return self.storage.data_ptr() == self._address and self.storage.nbytes() == self._size_bytes
+        return self.storage.data_ptr() == self._address and self.storage.nbytes() == self.size_bytes
 
 
 def _probe() -> tuple[int, int] | None:
@@ -74,20 +74,27 @@ _ALONE = _probe()
 class Pool:
     """Large storages by their sizes, for the records of one function; `max_bytes` of them at most, if it is given.
 
+    All records together keep what the largest of them expects: memory does not grow with the number of shapes.
+
     It needs no lock, and is safe in handlers of signals and after a fork: a row is taken out of its queue, which is one
     step, before it is looked at. A row that is lost on the way is freed like any memory.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self._max_bytes = max_bytes
+        # The sizes that were taken last are at the end. If two threads take one at a time, rows may be lost.
         self._rows: dict[int, deque[_Row]] = {}
         # The most rows of each size.
         self._limits: dict[int, int] = {}
+        self._most_bytes = 0
 
     def expect(self, sizes: Sequence[int]) -> None:
         """Make room for a record that takes blocks of these sizes."""
         for size_bytes, count in Counter(sizes).items():
             self._limits[size_bytes] = max(self._limits.get(size_bytes, 0), _CALLS * count)
+        self._most_bytes = max(self._most_bytes, _CALLS * sum(sizes))
+        if self._max_bytes is not None:
+            self._most_bytes = min(self._most_bytes, self._max_bytes)
 
     def takes(self, tensor: Tensor) -> bool:
         """Return whether results like this one come from the pool."""
@@ -98,7 +105,8 @@ class Pool:
 
     def take(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, size_bytes: int) -> Tensor:
         """Return a tensor of any values, in a storage of the pool that nothing else refers to, or in a new one."""
-        rows = self._rows.setdefault(size_bytes, deque())
+        rows: deque[_Row] = self._rows.pop(size_bytes, deque())
+        self._rows[size_bytes] = rows
         for _ in range(len(rows)):
             try:
                 row = rows.popleft()
@@ -119,12 +127,14 @@ class Pool:
         """Add a new storage, and forget the ones that have been in use for longest: the caller keeps their tensors."""
         size_bytes = tensor.untyped_storage().nbytes()
         rows.append(_Row(tensor))
-        while len(rows) > self._limits.get(size_bytes, 0) or (rows and self._is_over()):
+        if len(rows) > self._limits.get(size_bytes, 0):
             with suppress(IndexError):
                 rows.popleft()
-
-    def _is_over(self) -> bool:
-        return self._max_bytes is not None and self.held_bytes() > self._max_bytes
+        excess = self.held_bytes() - self._most_bytes
+        for each in list(self._rows.values()):
+            while each and excess > 0:
+                with suppress(IndexError):
+                    excess -= each.popleft().size_bytes
 
     def held_bytes(self) -> int:
         """Return the bytes of all storages, those in use included."""
@@ -133,3 +143,5 @@ class Pool:
     def release(self) -> None:
         """Let go of every storage; those in use are freed with their last tensor."""
         self._rows = {}
+        self._limits = {}
+        self._most_bytes = 0

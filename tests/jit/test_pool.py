@@ -136,6 +136,25 @@ def test_kept_results_do_not_make_the_pool_grow():
     assert len({x.data_ptr() for x in kept}) == 100
 
 
+def test_many_shapes_do_not_make_the_pool_grow():
+    """The records of all shapes together hold what the largest of them uses."""
+    step = make_step()
+    for size in range(8, 40):
+        step(torch.ones(size))
+
+    assert step.cache_info().held_bytes <= 4 * 39 * 4
+
+
+def test_many_shapes_leave_the_blocks_that_all_of_them_use():
+    """Blocks of the size that was taken longest ago are forgotten first: not those of the parameters."""
+    step = tdf.jit(lambda params, x: (params * 2, x + 1))
+    params = torch.randn(7)
+    for size in range(8, 40):
+        params, _ = step(params, torch.ones(size))
+
+    assert len(step._pool._rows[params.nbytes]) == 2
+
+
 @pytest.mark.parametrize("limit", [0, 31, 64])
 def test_keep_bytes_is_a_limit(limit):
     """More is not kept, and results are right."""
@@ -312,6 +331,7 @@ def test_results_are_of_the_mode_of_the_call(grad):
     [
         pytest.param(lambda x: x.mT.contiguous(), id="copy"),
         pytest.param(lambda x: x.double() + 1, id="cast"),
+        pytest.param(lambda x: torch.ops.aten.add.Scalar(x, 1, 2), id="number times alpha"),
         pytest.param(lambda x: x[:, None].expand(2, 3, 2) * 1.5, id="expanded"),
         pytest.param(lambda x: F.max_pool1d(x[None], 2, return_indices=True), id="two results"),
         pytest.param(lambda x: (x > 0) & (x < 1), id="bools"),
