@@ -128,7 +128,7 @@ def _list_items(node: fx.Node) -> list[fx.Node]:
     while following.target is operator.getitem and following.args == (node, len(items)):
         items.append(following)
         following = following.next
-    # An item that is no tensor has no node.
+    # There is no node for an item that is None.
     if len(items) == len(node.users) == len(value):
         return items
     return []

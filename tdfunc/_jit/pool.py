@@ -37,7 +37,7 @@ class _Row:
         self.size_bytes = self.storage.nbytes()
 
     def count(self) -> tuple[int, int]:
-        """Return the numbers of owners and of references to the Python object, those of this call included."""
+        """Return the numbers of owners and of references to the Python object, with the reference of this call."""
         return _count_owners(self._cdata), sys.getrefcount(self.storage)
 
     def is_whole(self) -> bool:

@@ -291,7 +291,7 @@ def _private_copy(tokenizer: Any, control: tuple[str, ...], text: str) -> _Priva
             token["content"] = name
             # A normalizer may change or remove the guards.
             token["normalized"] = False
-    # The model still finds its bytes by their names; the new name of such a token has an id of its own.
+    # The model still finds its bytes by their names; the new name of such a token has its own id.
     _rename_in_model(data["model"], {old: new for old, new in names.items() if old not in byte_tokens})
     # Offsets are of whole tokens, spaces included; nothing is added, cut or padded.
     data.update(post_processor=None, truncation=None, padding=None)

@@ -38,7 +38,7 @@ def read_beside(folder: str) -> dict[str, bytes]:
 
 
 def weights_beside(files: Mapping[str, bytes]) -> list[str]:
-    """Return the names of the files that have weights: those of the parts behind a model."""
+    """Return the names of the files that have weights: the files of the parts behind a model."""
     return sorted([name for name in files if name.endswith(_WEIGHTS)])
 
 
@@ -56,7 +56,7 @@ def _parts_of(folder: str) -> list[str]:
     if not isinstance(parts, list):
         return []
     named = [part.get("path") for part in parts if isinstance(part, dict)]
-    # A part without a folder of its own is in the folder of the model.
+    # A part that has no folder is in the folder of the model.
     plain = [name for name in named if isinstance(name, str) and name == os.path.basename(name) not in ("", ".", "..")]
     return [name for name in plain if os.path.isdir(os.path.join(folder, name))]
 

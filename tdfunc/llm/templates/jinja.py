@@ -289,7 +289,7 @@ class JinjaTemplate(AbstractTemplate):
         return shown
 
     def _role_of_probe(self, message: Message) -> str:
-        """Return the role of a message, or for a role of its own the one that stands for it."""
+        """Return the role of a message, or "user" for a role that was not tried."""
         role = message["role"]
         return role if role in _BEFORE else "user"
 

@@ -104,7 +104,7 @@ def _places(node: Path, keys: Iterable[str], *, is_sorted: bool) -> dict[str, in
         where = f"under {dotted(node)!r}" if node else "of the tree"
         raise UnsupportedError(
             f"channel_groups: the order of the layers {where} is not known.",
-            expected="a tree in the order in which its layers run, such as that of from_module",
+            expected="a tree in the order in which its layers run, as from_module makes it",
             got=f"the order of a file: {', '.join(names)}",
             hint="groups=channel_groups(tdf.from_module(model)) has the order of the module.",
         )
