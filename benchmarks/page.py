@@ -141,9 +141,11 @@ class _Comparison(NamedTuple):
 
 
 def _comparisons(suite: Suite, measured: Sequence[Measured]) -> list[_Comparison]:
+    """Return the cases against each rival; a second way of ours, such as "tdfunc with ...", is not one."""
     found: list[_Comparison] = []
     for m in measured:
-        found += [_Comparison(m.ratio_to(way, suite.clock), m.what, way) for way in m.timings if way != OURS]
+        rivals = [way for way in m.timings if not way.startswith(OURS)]
+        found += [_Comparison(m.ratio_to(way, suite.clock), m.what, way) for way in rivals]
     return found
 
 
