@@ -187,7 +187,7 @@ OTHERS = {
             **{"q.weight_quantizer._scale": ((4, 1), F32), "q.weight_quantizer._double_scale": ((), F32)},
         ),
     ),
-    "TensorRT Model Optimizer FP8": (
+    "FP8 of TensorRT Model Optimizer": (
         WEIGHT,
         integers(WEIGHT, E4M3, (4, 8), **{"q.weight_quantizer._scale": ((), F32)}),
     ),
