@@ -22,7 +22,8 @@ from torch import Tensor
 MIN_BYTES = 16 << 20
 # The results of a call are in use while the next one makes its own.
 _CALLS = 2
-_count_owners: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
+# Private in torch 2.13; without it nothing is pooled.
+_count_owners: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class _Row:
@@ -47,6 +48,8 @@ class _Row:
 
 def _probe() -> tuple[int, int] | None:
     """Return the counts of a storage that only its row refers to; None where they do not show who else does."""
+    if _count_owners is None:
+        return None
     # Without the lock of the interpreter a count is over before it is read.
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return None

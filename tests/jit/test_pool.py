@@ -363,6 +363,14 @@ def test_without_the_expected_counts_nothing_is_pooled(monkeypatch):
     assert step.cache_info().held_bytes == 0
 
 
+@pytest.mark.parametrize("count", [None, lambda _: 1, lambda _: 2], ids=["absent", "always one", "always two"])
+def test_a_count_that_does_not_show_owners_is_found_out(monkeypatch, count):
+    """The function is private in torch: another version may lack it, or mean something else."""
+    monkeypatch.setattr(pool, "_count_owners", count)
+
+    assert pool._probe() is None
+
+
 def test_small_results_are_not_pooled(monkeypatch):
     """Malloc keeps them as well."""
     monkeypatch.setattr(pool, "MIN_BYTES", 33)
