@@ -317,7 +317,12 @@ def serve() -> None:
         if request["setting"] != setting:
             setting = request["setting"]
             steps.clear()
-        if (way := request["way"]) not in steps:
+        way = request["way"]
+        if request.get("first"):
+            # What was compiled before would be found again.
+            jax.clear_caches()
+            steps.pop(way, None)
+        if way not in steps:
             steps[way] = MAKERS[way](*setting)
         step, out = steps[way], None
         wall, cpu = time.perf_counter_ns(), time.process_time_ns()

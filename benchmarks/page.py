@@ -18,7 +18,7 @@ from benchmarks.scaling import Depth, Growth
 PAGES = {
     "benchmarks_trees.md": ("trees", ("trees", "newer", "tensorclass", "modules", "nn", "scaling")),
     "benchmarks_families.md": ("families of operations", ("families",)),
-    "benchmarks_training.md": ("training", ("training",)),
+    "benchmarks_training.md": ("training", ("training", "first_calls")),
     "benchmarks_ensembles.md": (
         "ensembles and language models",
         ("widths", "ensembles", "optimizers", "lora", "llm", "compiled", "gpus"),
