@@ -283,7 +283,8 @@ class Jitted(Generic[P, R]):
         for one in recorded.captures:
             _refuse_trained(name_of(one.tensor, self._environment) or "a captured tensor", one.tensor)
         captured = tuple([(one.tensor, one.state) for one in recorded.captures])
-        graph, constants = recorded.graph, recorded.constants
+        graph = recorded.graph
+        constants = recorded.constants
         memory = clean(graph)
         if self._backend is None:
             run = compile_graph(graph, constants, memory, self._pool)

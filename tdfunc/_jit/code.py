@@ -128,7 +128,7 @@ def _list_items(node: fx.Node) -> list[fx.Node]:
     while following.target is operator.getitem and following.args == (node, len(items)):
         items.append(following)
         following = following.next
-    # There is no node for an item that is None.
+    # An item that is None has no node.
     if len(items) == len(node.users) == len(value):
         return items
     return []

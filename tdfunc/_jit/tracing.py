@@ -135,21 +135,31 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device
         # `Guard` is there for the calls of the function, not for those that torch makes to run an operation.
         with torch._C.DisableTorchFunction():
-            leaves: list[Any] = []
             if func not in _LIFTS:
-                leaves = optree.tree_leaves([args, kwargs])  # pyright: ignore[reportArgumentType]
-                if any([isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) for leaf in leaves]):
-                    args, kwargs = torch_pytree.tree_map_only(Tensor, self._lift, (args, kwargs))
-            if torch.Tag.nondeterministic_seeded in func.tags:
-                self.refuse_seeds([leaf for leaf in leaves if isinstance(leaf, torch.Generator)])
-            for tensor in written_by(func, args, kwargs):
-                name = self._names.get(storage_id(tensor))
-                if name is not None:
-                    raise self._write_error(name or self._name_captured(tensor), func)
+                args, kwargs = self._lift_all(func, args, kwargs)
+            self._refuse_writes(func, args, kwargs)
             out = func(*args, **kwargs)
         made = optree.tree_leaves(out)
         self.made += [(weakref.ref(leaf), func) for leaf in made if isinstance(leaf, Tensor)]
         return out
+
+    def _lift_all(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of an operation with fake tensors alone; refuse generators that it may not draw from."""
+        given: Any = [args, kwargs]
+        leaves = optree.tree_leaves(given)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.refuse_seeds([leaf for leaf in leaves if isinstance(leaf, torch.Generator)])
+        # Nearly all are fake already, and to rebuild the arguments takes longer than to look.
+        if any([isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) for leaf in leaves]):
+            return torch_pytree.tree_map_only(Tensor, self._lift, (args, kwargs))
+        return args, kwargs
+
+    def _refuse_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Raise if an operation writes to a tensor that was given or captured."""
+        for tensor in written_by(func, args, kwargs):
+            name = self._names.get(storage_id(tensor))
+            if name is not None:
+                raise self._write_error(name or self._name_captured(tensor), func)
 
     def _name_captured(self, fake: Tensor) -> str:
         """Return how the function reaches a tensor that it captured."""

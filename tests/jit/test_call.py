@@ -225,7 +225,7 @@ def test_padded_encoders_differ_in_padded_rows_only():
 
 
 def conv_gradient(x):
-    """A node with a result that is None: there is no bias."""
+    """One result of a node is None, since the convolution has no bias."""
     weight = torch.ones(2, 3, 3, 3)
     return torch.func.grad(lambda x: F.conv2d(x, weight).square().sum())(x)
 

@@ -146,7 +146,7 @@ def test_many_shapes_do_not_make_the_pool_grow():
 
 
 def test_many_shapes_leave_the_blocks_that_all_of_them_use():
-    """Blocks of the size that was taken longest ago are forgotten first: not those of the parameters."""
+    """Blocks of the size that was taken longest ago are forgotten first, and blocks of the parameters stay."""
     step = tdf.jit(lambda params, x: (params * 2, x + 1))
     params = torch.randn(7)
     for size in range(8, 40):
@@ -188,7 +188,7 @@ def test_cache_clear_frees_the_blocks():
     "change", [lambda x: x.resize_(64), lambda x: x.share_memory_(), lambda x: x.untyped_storage().resize_(128)]
 )
 def test_a_block_whose_memory_was_changed_is_left(change):
-    """The next results have memory of their own size."""
+    """The next results have memory of the right size."""
     step = make_step()
     x = torch.randn(8)
     change(step(x))
@@ -207,7 +207,7 @@ def test_a_copy_has_blocks_of_its_own():
 
 
 def test_threads_do_not_share_a_block():
-    """Steps of four threads, each from the results of its last one, are those of one thread."""
+    """Four threads, each stepping from its last results, end where one thread ends."""
     step = tdf.jit(lambda x, y: ((x @ y).tanh(), y + x))
     starts = [(torch.randn(6, 6), torch.randn(6, 6)) for _ in range(4)]
     step(*starts[0])
@@ -242,7 +242,7 @@ def test_after_an_error_half_way_results_are_right():
 
 
 def test_a_call_inside_of_a_replay():
-    """A schedule that reads a tensor of its own is called by each replay: its steps take other blocks."""
+    """A schedule that reads its own tensor is called by each replay, and takes other blocks."""
     inner = tdf.jit(lambda x: (x + 1).exp() * 3)
     rates = torch.full((8,), 0.1)
 
@@ -309,7 +309,8 @@ def test_a_child_after_fork_computes_on():
     """The results of both processes are right, and a result from before the fork stays in both."""
     done = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True)
 
-    assert (done.stdout, done.returncode) == ("equal\n", 0), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "equal\n"
 
 
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -342,7 +343,7 @@ def test_results_are_of_the_mode_of_the_call(grad):
     ],
 )
 def test_results_of_all_kinds(make):
-    """Values, shapes, strides, dtypes and devices are those of the function."""
+    """Values, shapes, strides, dtypes and devices equal what the function returns."""
     step = tdf.jit(make)
     x = torch.randn(2, 2)
     step(x)

@@ -379,7 +379,7 @@ def test_many_live_trees_of_one_structure_are_recorded_once():
 
 
 def make_dict(x):
-    """Nested trees, and leaves between them, in another order than that of sorted keys."""
+    """Nested trees, and leaves between them, whose keys are not sorted."""
     return TensorDict({"w": x, "a": {"d": x, "c": {"e": x}}, "b": x + 1})
 
 

@@ -1,5 +1,6 @@
 """Laws of every merging method in the registry, and mergekit's numbers."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,11 @@ from tests.weights.matrix import CASES, GOLDEN, METHODS, largest, models_of, opt
 ROOT = Path(__file__).parent.parent.parent
 every = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 random = pytest.mark.parametrize("method", [m for m in METHODS.values() if m.is_random], ids=lambda m: m.name)
+
+
+def merge_by(method, options, base, stacked):
+    """Merge models by a method with the weights of its tests."""
+    return method(base, stacked, weights_of(method), **options)
 
 
 @pytest.mark.parametrize("place", range(len(CASES)), ids=[f"{case['method']}{i}" for i, case in enumerate(CASES)])
@@ -63,7 +69,7 @@ def test_members_of_ensembles_are_merged_one_by_one(method, size):
     bases = base.expand(size) * scale
     models = torch.stack([model.expand(size) * scale.square() for model in stacked])
     options = options_of(method) | ({"density": 1.0} if method.is_random else {})
-    run = lambda b, s: method(b, s, weights_of(method), **options)  # noqa: E731
+    run = partial(merge_by, method, options)
 
     merged = run(bases, models)
 
@@ -140,7 +146,7 @@ def test_traced(method):
 def test_leaf_by_leaf(method):
     """A leaf does not depend on the rest of the tree, so that a file can be merged in pieces."""
     base, stacked = models_of(method)
-    run = lambda b, s: method(b, s, weights_of(method), **options_of(method))  # noqa: E731
+    run = partial(merge_by, method, options_of(method))
     whole = run(base, stacked)
 
     alone = {path: run(base.select(path), stacked.select(path))[path] for path in base.paths()}

@@ -173,6 +173,11 @@ class JinjaTemplate(AbstractTemplate):
     def _render_call(self, arguments: Any) -> str | None:
         call = {"type": "function", "id": "a" * 9, "function": {"name": "f", "arguments": arguments}}
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return self._try_to_render(chat)
+
+    # Any: messages of probes, whose contents may be parts.
+    def _try_to_render(self, chat: list[Any]) -> str | None:
+        """Return a conversation as text; None if it cannot be rendered."""
         try:
             return self._render([chat], None)[0]
         # A template in Jinja may raise any error.
@@ -197,11 +202,10 @@ class JinjaTemplate(AbstractTemplate):
         chat = [*_BEFORE[role], {"role": role, "content": content}]
         if role == "system":
             chat.append({"role": "user", "content": "a"})
-        try:
-            return self._render([chat], None)[0].lower()
-        # A template in Jinja may raise any error.
-        except Exception:
+        text = self._try_to_render(chat)
+        if text is None:
             return None
+        return text.lower()
 
     @from_tokenizer
     def alike(self) -> AbstractTemplate | None:
