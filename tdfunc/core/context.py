@@ -67,6 +67,19 @@ def in_functorch() -> bool:
 in_functorch._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
+def in_vmap() -> bool:
+    """Return True if a `vmap` runs the caller, at any level.
+
+    Use it for functions that torch cannot batch.
+    """
+    if _peek() is None:
+        return False
+    return any([level.key() is _functorch.TransformType.Vmap for level in _functorch.get_interpreter_stack()])
+
+
+in_vmap._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def is_tracing() -> bool:
     """Return True if a dispatch mode (make_fx, `jit`, FakeTensorMode) sees every operation of the caller.
 

@@ -12,7 +12,7 @@ from torch import Size, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from tdfunc.core.context import in_functorch, is_compiling, is_tracing, outside
+from tdfunc.core.context import in_functorch, in_vmap, is_compiling, is_tracing, outside
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.generators import default_generators, refuse_draws
 from tdfunc.core.keys import dotted
@@ -20,6 +20,7 @@ from tdfunc.core.nontensor import NonTensorData
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.types import Kind, Path
 from tdfunc.core.walk import replace
+from tdfunc.modules.batching import Batching
 from tdfunc.modules.checkpoint import Unmarked
 from tdfunc.modules.extract import from_module, split, unwrap
 from tdfunc.modules.plan import Spec, Straight, extra_values
@@ -369,20 +370,24 @@ class Apply:
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any, mode: seeded | None) -> Any:
         try:
-            if mode is None and not self._recomputes:
+            compiling = is_compiling()
+            batched = not compiling and in_vmap()
+            if mode is None and not self._recomputes and not batched:
                 return module(*args, **kwargs)
             unmarked = nullcontext()
             if self._recomputes and in_functorch():
                 unmarked = Unmarked()
-            if mode is None or mode.strict in self._keyed or is_compiling():
-                with mode or nullcontext(), unmarked:
+            # The last to be entered sees a call first; the draws of a rule come to the mode of the key.
+            rules = Batching() if batched else nullcontext()
+            if mode is None or mode.strict in self._keyed or compiling:
+                with mode or nullcontext(), unmarked, rules:
                     return module(*args, **kwargs)
             # The first call under a key is watched for draws that do not come from it.
             generators = ()
             if mode.strict:
                 generators = default_generators(tree_leaves((args, kwargs)))
             watched = refuse_draws("apply: forward draws random numbers past rng=.", _PAST_KEY, generators)
-            with watched, mode, unmarked:
+            with watched, mode, unmarked, rules:
                 out = module(*args, **kwargs)
             self._keyed.add(mode.strict)
             return out

@@ -23,6 +23,7 @@ from torch.utils import checkpoint
 
 from tdfunc import random
 from tdfunc.core.context import is_compiling, is_known, outside, require_values
+from tdfunc.modules.batching.rule import by_body
 from tdfunc.random import splitmix
 from tdfunc.random.draws import standard_normal, unit
 
@@ -636,25 +637,6 @@ _SERVERS: dict[Any, Server] = {
 }
 
 
-def _body(func: types.FunctionType) -> Server:
-    """Serve a Python function of torch by one that does not hand itself to modes: they see the calls that it makes."""
-    names = [name for name in (*vars(torch.overrides), *func.__globals__) if name.startswith("has_torch_function")]
-    no_checks = dict.fromkeys(names, lambda *_: False)
-    overrides = types.SimpleNamespace(**{**vars(torch.overrides), **no_checks})
-    # Without the module's name, by which dynamo would look these up in the module.
-    own = {name: value for name, value in func.__globals__.items() if name != "__name__"}
-    own |= {"torch": types.SimpleNamespace(**{**vars(torch), "overrides": overrides}), **no_checks}
-    body = types.FunctionType(func.__code__, own, func.__name__, func.__defaults__)
-    body.__kwdefaults__ = func.__kwdefaults__
-
-    def serve(mode: seeded, func: Any, /, *args: Any, **kwargs: Any) -> Any:
-        # torch calls no mode for what its function calls in turn.
-        with mode:
-            return body(*args, **kwargs)
-
-    return serve
-
-
 def _kaiming_uniform_(
     mode: seeded, func: Any, /, tensor: Tensor, a: float = 0, *, nonlinearity: Any = "leaky_relu", **options: Any
 ) -> Tensor:
@@ -677,6 +659,6 @@ def _without_grad(method: Any) -> Server:
     return serve
 
 
-_SERVERS.update({func: _body(func) for func in (F.multi_head_attention_forward, F.gumbel_softmax)})
+_SERVERS.update({func: by_body(func) for func in (F.multi_head_attention_forward, F.gumbel_softmax)})
 _SERVERS[init.kaiming_uniform_] = _kaiming_uniform_
 _SERVERS.update({getattr(init, name): _without_grad(getattr(Tensor, name)) for name in ("uniform_", "normal_")})

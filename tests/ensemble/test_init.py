@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tdfunc import init_ensemble, random, stack_modules
-from tdfunc.modules import random as modules_random
+from tdfunc.modules.batching.rule import by_body
 from tdfunc.modules.random import seeded
 from tests.ensemble.models import make_mlp, make_resnet, make_transformer
 from tests.helpers import TiedLM, assert_trees_equal
@@ -95,7 +95,7 @@ def test_oracle_kaiming_uniform(options):
     with seeded(random.key(0)):
         drawn = nn.init.kaiming_uniform_(torch.empty(5, 3, 2), **options)
     with seeded(random.key(0)) as mode:
-        expected = modules_random._body(nn.init.kaiming_uniform_)(mode, None, torch.empty(5, 3, 2), **options)
+        expected = by_body(nn.init.kaiming_uniform_)(mode, None, torch.empty(5, 3, 2), **options)
 
     assert torch.equal(drawn, expected)
 
