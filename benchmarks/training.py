@@ -113,13 +113,13 @@ def ours(
     return call
 
 
-def in_chunks(models: list[nn.Module], x: Tensor, t: Tensor) -> Way | None:
+def in_chunks(models: list[nn.Module], x: Tensor, t: Tensor, chunk_size: Any = "auto") -> Way | None:
     """Return the step of the guides for some members at a time; None where their activations fit into the cache."""
     apply, _, _ = tdf.functional(models[0])
     params, buffers = tdf.split(stack_modules(models))
     optimizer = adam(lr=LR)
 
-    @jit(chunk_size="auto", in_dims=(0, 0, 0, None, None))
+    @jit(chunk_size=chunk_size, in_dims=(0, 0, 0, None, None))
     def step(params: Any, buffers: Any, state: Any, x: Tensor, t: Tensor) -> Any:
         def loss(p: Any, b: Any) -> Any:
             y, new = apply.with_buffers(p, b, x)
