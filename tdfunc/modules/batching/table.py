@@ -2,9 +2,15 @@
 
 from typing import Any
 
-from tdfunc.modules.batching import attention
+from tdfunc.modules.batching import attention, embedding, indexing, linear, losses, pointwise, pooling
 from tdfunc.modules.batching.rule import Rule
 
 RULES: dict[Any, Rule] = {
     **attention.RULES,
+    **embedding.RULES,
+    **indexing.RULES,
+    **linear.RULES,
+    **losses.RULES,
+    **pointwise.RULES,
+    **pooling.RULES,
 }
