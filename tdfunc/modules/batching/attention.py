@@ -196,17 +196,25 @@ def _attention(
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     mask = attn_mask
-    fits = isinstance(dropout_p, float) and dropout_p == 0.0 and query.device.type == "cpu"
+    # The rate may be a tensor, for the mode of a key.
+    fits = not isinstance(dropout_p, Tensor) and dropout_p == 0 and query.device.type == "cpu"
     fits = fits and is_batched(query, key, value, mask)
     # torch takes the fused kernel for no mask that is trained.
     if not fits or (mask is not None and takes_gradient(mask)):
         return func(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     kinds = [None if x is None else _kind(x) for x in (query, key, value, mask)]
-    if not _takes_flash(*kinds, is_causal, enable_gqa, torch.backends.cuda.flash_sdp_enabled()):
+    if _has_symbols(query, key) or not _takes_flash(
+        *kinds, is_causal, enable_gqa, torch.backends.cuda.flash_sdp_enabled()
+    ):
         return func(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
     return _FusedAttention.apply(query, key, value, mask, Options(is_causal, scale))[0]
+
+
+def _has_symbols(*tensors: Tensor) -> bool:
+    """Return True if a size is a symbol of a trace: another size may lead to another kernel."""
+    return any([not isinstance(size, int) for tensor in tensors for size in tensor.shape])
 
 
 def _kind(tensor: Tensor) -> Kind:

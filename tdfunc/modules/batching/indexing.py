@@ -14,18 +14,22 @@ from tdfunc.modules.batching.fold import by_decomposition, is_batched, takes_gra
 from tdfunc.modules.batching.rule import Rule
 
 
-def _take(input: Tensor, index: Tensor) -> Tensor:
+def _take(input: Tensor, index: Tensor) -> Any:
+    if index.dtype != torch.long:
+        return NotImplemented
     return input.flatten()[index]
 
 
-def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
+    if index.dtype != torch.long or source.dtype != input.dtype:
+        return NotImplemented
     flat = input.flatten().index_put((index.flatten(),), source.flatten(), accumulate)
     return flat.reshape(input.shape)
 
 
 def _masked_scatter(input: Tensor, mask: Tensor, source: Tensor) -> Any:
     """Fill the places of a mask with the numbers of a source, in order: place n + 1 of the mask has number n."""
-    if mask.dtype != torch.bool or not source.numel():
+    if mask.dtype != torch.bool or source.dtype != input.dtype or not source.numel():
         return NotImplemented
     mask, input = torch.broadcast_tensors(mask, input)
     places = mask.flatten().cumsum(0) - 1
