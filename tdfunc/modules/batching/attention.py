@@ -193,23 +193,27 @@ def _push(fn: Any, primals: tuple[Tensor, ...], tangents: tuple[Tensor | None, .
 
 def _attention(
     mode: TorchFunctionMode, func: Any, /, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    dropout_p: float | Tensor = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     mask = attn_mask
     # The rate may be a tensor, for the mode of a key.
-    fits = not isinstance(dropout_p, Tensor) and dropout_p == 0 and query.device.type == "cpu"
-    fits = fits and is_batched(query, key, value, mask)
-    # torch takes the fused kernel for no mask that is trained.
-    if not fits or (mask is not None and takes_gradient(mask)):
-        return func(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    kinds = [None if x is None else _kind(x) for x in (query, key, value, mask)]
-    if _has_symbols(query, key) or not _takes_flash(
-        *kinds, is_causal, enable_gqa, torch.backends.cuda.flash_sdp_enabled()
-    ):
+    drops = isinstance(dropout_p, Tensor) or dropout_p != 0
+    if drops or not _is_fused(query, key, value, mask, is_causal, enable_gqa):
         return func(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
     return _FusedAttention.apply(query, key, value, mask, Options(is_causal, scale))[0]
+
+
+def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: bool) -> bool:
+    """Return True if torch would call its fused kernel for a member alone."""
+    if query.device.type != "cpu" or not is_batched(query, key, value, mask) or _has_symbols(query, key):
+        return False
+    # The kernel has no gradient of a mask.
+    if mask is not None and takes_gradient(mask):
+        return False
+    kinds = [None if x is None else _kind(x) for x in (query, key, value, mask)]
+    return _takes_flash(*kinds, *options, torch.backends.cuda.flash_sdp_enabled())
 
 
 def _has_symbols(*tensors: Tensor) -> bool:
