@@ -45,6 +45,13 @@ def _masked_select(input: Tensor, mask: Tensor) -> Any:
     return input[mask]
 
 
+def _index_copy(input: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
+    # The rule of torch 2.13 takes an index without dimensions for one of another shape.
+    if index.dim() or source.dim() != input.dim():
+        return NotImplemented
+    return input.index_copy(dim, index.reshape(1), source)
+
+
 def _index_reduce(
     input: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
 ) -> Any:
@@ -154,6 +161,8 @@ RULES: dict[Any, Rule] = {
     Tensor.masked_scatter: where_batched(_masked_scatter),
     torch.masked_select: where_batched(_masked_select),
     Tensor.masked_select: where_batched(_masked_select),
+    torch.index_copy: where_batched(_index_copy),
+    Tensor.index_copy: where_batched(_index_copy),
     torch.index_reduce: where_batched(_index_reduce),
     Tensor.index_reduce: where_batched(_index_reduce),
     Tensor.__setitem__: _set_item,
