@@ -99,7 +99,7 @@ def _places(rows: Tensor, fractions: Tensor, skips_nan: bool) -> Tensor:
 
 
 def _at(ordered: Tensor, places: Tensor, interpolation: str) -> Tensor:
-    """Return the numbers of sorted rows at places, which may lie between two."""
+    """Return the numbers of sorted rows at places; a place between two numbers is interpolated."""
     if interpolation in _ROUND:
         return ordered.gather(-1, _ROUND[interpolation](places).long())
     below = ordered.gather(-1, places.long())
