@@ -251,7 +251,6 @@ CALLS = {
                      r"one key.*int64 of shape \(3, 2\).*Ensemble"),
     "drawing LSTM": (lambda: draw(nn.LSTM(3, 4, 2, dropout=0.5)), UnsupportedError,
                      f"past rng=.*F.dropout.*generator by aten.*test_messages.py.*without rng=.*{LOOP}"),
-    "drawing rrelu": (lambda: draw(nn.Sequential(nn.Linear(3, 4), nn.RReLU())), UnsupportedError, "aten.rrelu"),
     "drawing torch.dropout": (lambda: draw(Calls(lambda y: torch.dropout(y, 0.5, True))), UnsupportedError, "dropout"),
     "drawing poisson": (lambda: draw(Calls(lambda y: torch.poisson(y.exp()))), UnsupportedError, "aten.poisson"),
     "drawing by numpy": (lambda: draw(Calls(lambda y: y * np.random.rand())), UnsupportedError, "past rng=.*numpy's"),
