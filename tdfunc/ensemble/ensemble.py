@@ -20,7 +20,7 @@ from tdfunc import random
 from tdfunc._jit import Jitted
 from tdfunc._jit.chunked import ChunkSize, choose_chunk_size
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.context import is_compiling, is_known, is_tracing
+from tdfunc.core.context import in_transform, is_compiling, is_known, is_tracing
 from tdfunc.core.errors import UnsupportedError, as_count, brief, check_choice, error, explain
 from tdfunc.core.generators import default_generators, foreign_states, refuse_draws
 from tdfunc.core.keys import Filter, FilterLike, dotted
