@@ -18,6 +18,7 @@ from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.generators import default_generators, refuse_draws
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorData
+from tdfunc.core.objects import open_objects
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.types import Kind, Path
 from tdfunc.core.walk import replace
@@ -343,6 +344,8 @@ class Apply:
                 skeleton.bind(bound)
                 # Where a part runs again it writes its buffers again.
                 new = _clones(new)
+        if not compiling and in_functorch():
+            out = open_objects(out)
         return out, new, after
 
     def _check_complete(self, skeleton: Skeleton) -> None:
