@@ -1,7 +1,7 @@
 """Objects that hold tensors in their attributes: the caches of keys and values that models of transformers return.
 
-torch's pytree does not know them, so `vmap`, `grad` and `jit` would lose their tensors. `open_objects` replaces each by a
-copy of a subclass that the pytree knows; the object's own class stays as it is for the rest of the program.
+torch's pytree does not know them, so `vmap`, `grad` and `jit` would lose their tensors. `open_objects` replaces each by
+a copy of a subclass that the pytree knows; the object's own class stays as it is for the rest of the program.
 """
 
 import sys

@@ -328,8 +328,8 @@ class Skeleton:
     """One runnable copy: where each leaf goes, and how to leave it as it was before the call."""
 
     __slots__ = (
-        "__weakref__", "_filler", "_modules_before", "_objects", "_places", "_poison", "_registered", "_stores", "_tables",
-        "_vacant", "is_ready", "lent", "module", "owners", "renormed", "targets",
+        "__weakref__", "_filler", "_modules_before", "_objects", "_places", "_poison", "_registered", "_stores",
+        "_tables", "_vacant", "is_ready", "lent", "module", "owners", "renormed", "targets",
     )  # fmt: skip
 
     def __init__(
