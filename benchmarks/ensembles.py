@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tdfunc as tdf
 from benchmarks.measure import Effort, Sampler, Timing
-from benchmarks.models import Encoder, cnn, mlp
+from benchmarks.models.small import Encoder, cnn, mlp
 from tdfunc.ensemble.ensemble import Ensemble
 from tdfunc.ensemble.stack import stack_modules
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as torch_pytree
 
 import tdfunc as tdf
 from benchmarks import training
-from benchmarks.models import ResNet
+from benchmarks.models.small import ResNet
 from benchmarks.rows import OURS, shown, time_shown
 
 JIT, FUSED = "tdf.jit", "loop of torch.optim, fused"

@@ -11,7 +11,7 @@ from torch.func import functional_call, stack_module_state
 
 import tdfunc as tdf
 from benchmarks.measure import Fresh
-from benchmarks.models import ResNet, Still, leaves_of
+from benchmarks.models.small import ResNet, Still, leaves_of
 from benchmarks.rows import Case, Row, Suite
 from tdfunc.ensemble.stack import stack_modules
 

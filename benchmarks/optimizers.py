@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import tdfunc as tdf
-from benchmarks.models import mlp
+from benchmarks.models.small import mlp
 from benchmarks.rows import Case, Row, Suite, Way
 from tdfunc import optim
 from tdfunc.ensemble.stack import stack_modules

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 import tdfunc as tdf
 from benchmarks.measure import Effort, Fresh, Line, Way, fit_line, measure
-from benchmarks.models import Still
+from benchmarks.models.small import Still
 
 LEAVES = (10, 30, 100, 300, 1000, 3000, 10_000)
 QUICK_LEAVES = (10, 100, 1000)

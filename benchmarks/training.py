@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 
 import tdfunc as tdf
 from benchmarks.measure import Remote
-from benchmarks.models import Encoder, mlp, norm_cnn
+from benchmarks.models.small import Encoder, mlp, norm_cnn
 from benchmarks.rows import OURS, Case, Row, Suite, Way
 from tdfunc import random
 from tdfunc._jit import jit

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import Encoder, mlp, norm_cnn
+from benchmarks.models.small import Encoder, mlp, norm_cnn
 from benchmarks.rows import OURS, Case, Measured, Suite, Way
 from benchmarks.training import CHUNKED, DONATED, LOOP, STACKED, in_chunks, loop, ours, stacked_fused
 

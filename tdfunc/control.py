@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from tdfunc._jit.tracing import Recorder
+from tdfunc._jit.recording.tracing import Recorder
 from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.context import in_functorch, is_known, is_recording, is_tracing
 from tdfunc.core.errors import BatchSizeError, LeafMismatchError, TreeStructureError, UnsupportedError, brief, error

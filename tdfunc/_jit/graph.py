@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from tdfunc._jit.memory import Memory, used_by, writes_of
-from tdfunc._jit.tracing import Deferred
+from tdfunc._jit.recording.tracing import Deferred
 from tdfunc.core.context import is_random
 from tdfunc.core.memory import storage_id
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from tdfunc._jit.tracing import recorder
+from tdfunc._jit.recording.tracing import recorder
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.memory import find_overlaps, is_read_only, repeats_itself, span_bytes
 from tdfunc.optim.lists import Leaves

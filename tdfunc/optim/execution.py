@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tdfunc._jit.tracing import recorder
+from tdfunc._jit.recording.tracing import recorder
 from tdfunc.core.context import has_values, in_functorch, is_compiling
 from tdfunc.optim.lists import Leaves, Lists, spread
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tdfunc._jit.tracing import recorder
+from tdfunc._jit.recording.tracing import recorder
 from tdfunc.core.context import in_functorch, is_compiling
 from tdfunc.optim.apart import lie_apart
 from tdfunc.optim.base import How

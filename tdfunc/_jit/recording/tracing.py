@@ -31,27 +31,20 @@ from torch.utils._python_dispatch import (
 )
 
 from tdfunc._jit.environment import Environment, contents, seeds_error
+from tdfunc._jit.memory import written_by
+from tdfunc._jit.recording.asked import answer_traced
+from tdfunc._jit.recording.reads import Read, make_read, serve
 from tdfunc._jit.results import Build, make_builder
 from tdfunc._jit.signature import refill
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.context import in_functorch, is_tracing
+from tdfunc.core.context import in_functorch, is_tracing, outside
 from tdfunc.core.errors import CaptureError, ImmutableError, LeafMismatchError, UnsupportedError, user_line
 from tdfunc.core.memory import storage_id
 from tdfunc.core.pytree import flatten_with_paths
+from tdfunc.modules.functional import Apply
 
 _READ_DEVICE = torch.ops.prim.device.default
-# Their schemas do not say that they update the running statistics: (index of the statistics, index of `training`, or
-# None if they always do). A test searches all schemas of torch for others.
-_aten = torch.ops.aten
-_HIDDEN_WRITES: dict[object, tuple[int, int | None]] = {
-    _aten.native_batch_norm: (3, 5),
-    _aten.cudnn_batch_norm: (3, 5),
-    _aten.miopen_batch_norm: (3, 5),
-    _aten._batch_norm_impl_index: (3, 5),
-    _aten.batch_norm_gather_stats: (3, None),
-    _aten.batch_norm_gather_stats_with_counts: (3, None),
-    _aten.batch_norm_update_stats: (1, None),
-}
+_READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 class Capture(NamedTuple):
@@ -83,6 +76,8 @@ class Trace(NamedTuple):
     captures: list[Capture]
     # Called when the graph has let go of its fake tensors: raises if one is alive.
     refuse_kept: Callable[[], None]
+    # The values of the arguments that the function read, with their prints.
+    reads: list[tuple[Read, bytes]]
 
 
 class Recorder(TorchDispatchMode):
@@ -93,7 +88,9 @@ class Recorder(TorchDispatchMode):
         fake_mode: The mode that makes the tensors in place of captured ones.
         names: The argument that each storage belongs to.
         find: A function that returns the path from the function to a captured object, or None.
+        list_constants: A function that returns the storages of the tensors that no call can change.
         generators: The generators that the function can reach.
+        leaves: The real tensors among the arguments.
         deferred: True if `call` may be used; a compiler's backend could not read inside.
     """
 
@@ -103,19 +100,27 @@ class Recorder(TorchDispatchMode):
         fake_mode: FakeTensorMode,
         names: dict[int, str],
         find: Callable[[object], str | None],
+        list_constants: Callable[[], set[int]],
         generators: Iterable[torch.Generator],
+        leaves: list[Tensor],
         *,
         deferred: bool,
     ) -> None:
         super().__init__()
         self._tracer = tracer
+        self._leaves = leaves
+        self.reads: list[tuple[Read, bytes]] = []
         self._fake_mode = fake_mode
         self._names = names
         self._find = find
+        self._list_constants = list_constants
         self.deferred = deferred
         self._is_strict = False
         # By identity; the tensors are kept, so their ids stay theirs.
         self.captures: dict[int, Capture] = {}
+        # Those that no call can change, each with the copy of it that the graph holds.
+        self.constants: dict[int, tuple[Tensor, Capture]] = {}
+        self._fixed: set[int] | None = None
         self._seed = torch.initial_seed()
         self._state = torch.get_rng_state()
         self._states: list[tuple[torch.Generator, Tensor, Tensor]] = []
@@ -133,6 +138,10 @@ class Recorder(TorchDispatchMode):
         # Half of all calls: each read of a fake tensor's device is one.
         if func is _READ_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
+        if func is _READ_NUMBER:
+            value = self.read(args[0])
+            if value is not None:
+                return value.item()
         # `Guard` is there for the calls of the function, not for those that torch makes to run an operation.
         with torch._C.DisableTorchFunction():
             if func not in _LIFTS:
@@ -193,6 +202,23 @@ class Recorder(TorchDispatchMode):
         self.made.append((weakref.ref(made), fn))
         return made
 
+    def read(self, tensor: Tensor) -> Tensor | None:
+        """Return the real value of a tensor that depends only on integers among the arguments; of others None."""
+        # Of a constant, torch's own tracer knows the value.
+        if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
+            return None
+        slot = proxy_tensor.get_proxy_slot(tensor, self._tracer, None)
+        if slot is None:
+            return None
+        read = make_read(slot.proxy.node, self._tracer.root, self._leaves, user_line())
+        if read is None:
+            return None
+        value, found = serve(read, self._leaves)
+        # What depends on no argument stays, and what was read before has the same value.
+        if read.places and read.code not in [known.code for known, _ in self.reads]:
+            self.reads.append((read, found))
+        return value
+
     def is_given(self, tensor: Tensor) -> bool:
         """Return whether a tensor shares its memory with an argument or a captured tensor."""
         return storage_id(tensor) in self._names
@@ -217,20 +243,40 @@ class Recorder(TorchDispatchMode):
         """Return the fake tensor in place of one from outside of the trace."""
         if isinstance(tensor, FakeTensor):
             return tensor
+        if id(tensor) in self.constants:
+            return self.constants[id(tensor)][1].fake
         found = self.captures.get(id(tensor))
         if found is None:
-            if self._is_strict or type(tensor) not in (Tensor, nn.Parameter):
+            name = ""
+            if type(tensor) is Tensor and self._is_constant(tensor):
+                name = self._find(tensor) or "a constant of a module"
+                found = self._hold(tensor, copied=True)
+                self.constants[id(tensor)] = tensor, found
+            elif self._is_strict or type(tensor) not in (Tensor, nn.Parameter):
                 raise self.capture_error(tensor)
-            name = f"_captured{len(self.captures)}"
-            with _disable_current_modes():
-                value = tensor.detach()
-                fake = self._fake_mode.from_tensor(value)
-            setattr(self._tracer.root, name, value)
-            proxy = self._tracer.create_proxy("get_attr", name, (), {})
-            proxy_tensor.track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
-            found = self.captures[id(tensor)] = Capture(tensor, fake, user_line(), state_of(tensor))
-            self._names[storage_id(fake)] = ""
+            else:
+                found = self.captures[id(tensor)] = self._hold(tensor)
+            self._names[storage_id(found.fake)] = name
         return found.fake
+
+    def _hold(self, tensor: Tensor, *, copied: bool = False) -> Capture:
+        """Make a tensor from outside, or a copy of it, part of the graph."""
+        name = f"_captured{len(self.captures) + len(self.constants)}"
+        with _disable_current_modes():
+            value = tensor.detach()
+            if copied:
+                tensor = value = value.clone()
+            fake = self._fake_mode.from_tensor(value)
+        setattr(self._tracer.root, name, value)
+        proxy = self._tracer.create_proxy("get_attr", name, (), {})
+        proxy_tensor.track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
+        return Capture(tensor, fake, user_line(), state_of(tensor))
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        """Return whether no call can change a tensor from outside of the trace."""
+        if self._fixed is None:
+            self._fixed = self._list_constants()
+        return storage_id(tensor) in self._fixed
 
     def capture_error(self, *more: Tensor) -> CaptureError:
         """Return the error that names the tensors from outside of the trace."""
@@ -298,9 +344,7 @@ class Guard(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _READS:
-            if not isinstance(args[0], FakeTensor):
-                raise self._recorder.capture_error(args[0])
-            raise ValueUsed(func)
+            return self._read(func, args, kwargs)
         if func == _SET_DATA:
             raise UnsupportedError(
                 "jit: the function assigns to .data, which a replay does not.",
@@ -317,6 +361,19 @@ class Guard(TorchFunctionMode):
         if func is F.one_hot:
             return _one_hot(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of a reader of values; raise if a replay could not repeat the read."""
+        tensor = args[0]
+        while _functorch.is_gradtrackingtensor(tensor):
+            tensor = _functorch.get_unwrapped(tensor)
+        if not isinstance(tensor, FakeTensor) and not _functorch.is_functorch_wrapped_tensor(tensor):
+            raise self._recorder.capture_error(tensor)
+        value = self._recorder.read(tensor)
+        if value is None:
+            raise ValueUsed(func)
+        with outside():
+            return func(value, *args[1:], **kwargs)
 
 
 def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
@@ -392,7 +449,8 @@ def trace(
     find = lambda value: name_of(value, environment, args, kwargs)  # noqa: E731
     reached = _walk(environment, args, kwargs)
     generators = dict.fromkeys(value for _, value in reached if isinstance(value, torch.Generator))
-    watch = Recorder(tracer, fake_mode, storages, find, generators, deferred=deferred)
+    list_constants = lambda: _list_constants(_walk(environment, args, kwargs))  # noqa: E731
+    watch = Recorder(tracer, fake_mode, storages, find, list_constants, generators, leaves, deferred=deferred)
     watch.made += zip(map(weakref.ref, fakes), names, strict=True)
     guard = Guard(watch, dict(zip(map(id, fakes), names, strict=True)))
     proxy_mode = proxy_tensor.ProxyTorchDispatchMode(tracer, "fake")
@@ -401,7 +459,7 @@ def trace(
         _add_placeholders(tracer, fakes)
         fake_args, fake_kwargs = refill((args, kwargs), iter(fakes), nodes)
         try:
-            with watch, guard:
+            with watch, guard, answer_traced():
                 out = _run(fn, fake_args, fake_kwargs)
                 watch.refuse_seeds()
         except Exception as err:
@@ -417,7 +475,8 @@ def trace(
             raise watch.capture_error()
         tracer.graph.output(outputs)
     trained = tuple(i for i, tensor in enumerate(slots) if tensor.requires_grad and tensor.is_leaf)
-    return Trace(tracer.graph, tracer.root, build, trained, list(watch.captures.values()), watch.refuse_kept)
+    held = [*watch.captures.values(), *[one for _, one in watch.constants.values()]]
+    return Trace(tracer.graph, tracer.root, build, trained, held, watch.refuse_kept, watch.reads)
 
 
 # Any: torch has no types for its tracer.
@@ -488,26 +547,6 @@ def _no_gradient(args: Any, kwargs: Any) -> LeafMismatchError:
     )
 
 
-def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an operation writes to (tensors, or nodes of a graph)."""
-    found: list[Any] = []
-    hidden = _HIDDEN_WRITES.get(getattr(func, "overloadpacket", None))
-    if hidden is not None and (hidden[1] is None or args[hidden[1]]):
-        found += [stat for stat in args[hidden[0] : hidden[0] + 2] if stat is not None]
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return found
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if i < len(args):
-                value = args[i]
-            else:
-                value = kwargs.get(argument.name)
-            items = value if isinstance(value, (list, tuple)) else [value]
-            found += [item for item in items if item is not None]
-    return found
-
-
 def named_leaves(args: tuple[Any, ...], kwargs: dict[str, Any], *kinds: type) -> list[tuple[str, Any]]:
     """Return (name, value) for the leaves of these classes among the arguments, in their order."""
     found: list[tuple[str, Any]] = []
@@ -553,6 +592,16 @@ def _walk(environment: Environment, args: tuple[Any, ...], kwargs: Mapping[str, 
             todo += _reachable(name, value)
 
 
+def _list_constants(reached: Iterable[tuple[str, object]]) -> set[int]:
+    """Return the storages of the tensors that the modules of pure functions hold in plain attributes."""
+    found: set[int] = set()
+    for _, value in reached:
+        if isinstance(value, Apply):
+            for _, constants in value.copies():
+                found.update(map(storage_id, constants))
+    return found
+
+
 def _is_same(value: object, target: object) -> bool:
     """Return whether a value is the target, or a tensor that shares its memory."""
     if isinstance(value, torch.Generator) and isinstance(target, torch.Generator):
@@ -568,8 +617,10 @@ def _reachable(name: str, value: Any) -> list[tuple[str, Any]]:
     """Return (name, value) of the parts of a value."""
     if isinstance(value, TensorCollection):
         return [(f"{name}[{'.'.join(path)!r}]", leaf) for path, leaf in iter_leaves(value)]
+    if isinstance(value, Apply):
+        return [(name, module) for module, _ in value.copies()]
     if isinstance(value, nn.Module):
-        named = [*value.named_parameters(), *value.named_buffers(), *vars(value).items()]
+        named = [*value.named_parameters(), *value.named_buffers(), *value.named_children(), *vars(value).items()]
         return [(f"{name}.{key}", item) for key, item in named]
     if isinstance(value, dict):
         return [(f"{name}[{key!r}]", item) for key, item in value.items()]
