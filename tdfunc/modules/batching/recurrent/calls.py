@@ -48,6 +48,11 @@ class Call:
         """Whether the call draws random numbers."""
         return self.train and self.dropout != 0 and self.layers > 1
 
+    @property
+    def has_projections(self) -> bool:
+        """Whether h of an LSTM has its own size."""
+        return len(self.weights[0]) > (4 if self.has_biases else 2)
+
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the call that gradients flow to."""
         return [self.data, *self.state, *[weight for group in self.weights for weight in group]]

@@ -78,6 +78,14 @@ def rnn_relu_step(inputs: Tensor, state: State, weights: Weights) -> State:
     return (torch.relu(inputs + linear(state[0], weights.hh, weights.bias_hh)),)
 
 
+STEPS: dict[str, Step] = {
+    "lstm": lstm_step,
+    "gru": gru_step,
+    "rnn_tanh": rnn_tanh_step,
+    "rnn_relu": rnn_relu_step,
+}
+
+
 def run_steps(
     step: Step, data: Tensor, sizes: list[int], state: State, weights: Weights, *, reverse: bool
 ) -> tuple[Tensor, State]:
