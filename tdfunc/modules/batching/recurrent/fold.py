@@ -120,7 +120,7 @@ class Folded:
         found: list[Tensor] = []
         blocks = len(saved) // max(len(self.saved_sizes), 1)
         for i in range(len(self.saved_sizes)):
-            joined = torch.cat(saved[i * blocks : (i + 1) * blocks])
+            joined = torch.cat(list(saved[i * blocks : (i + 1) * blocks]))
             shared = joined.unflatten(0, (-1, 1, inner)).expand(-1, count, -1, *joined.shape[1:])
             whole = shared.flatten(0, 2)
             found += [whole[block] for block in _blocks(whole[..., : whole.shape[-1] // self.saved_sizes[i]])]
