@@ -504,7 +504,7 @@ def _no_key() -> UnsupportedError:
 
 def _past_key() -> UnsupportedError:
     return UnsupportedError(
-        "Ensemble: forward drew random numbers past its member's key (nn.RReLU does).",
+        "Ensemble: forward drew random numbers past its member's key (torch.poisson does).",
         expected="draws by torch's Python functions: F.dropout, torch.rand, ...",
         got="a draw from torch's default generator",
         hint='use how="loop", where each member runs under its own seed.',
