@@ -2,12 +2,27 @@
 
 from typing import Any
 
-import torch.nn.functional as F
-
-from tdfunc.modules.batching import recurrent
-from tdfunc.modules.batching.rule import Rule, by_body
+from tdfunc.modules.batching import (
+    attention,
+    embedding,
+    grouped,
+    indexing,
+    linear,
+    losses,
+    pointwise,
+    pooling,
+    recurrent,
+)
+from tdfunc.modules.batching.rule import Rule
 
 RULES: dict[Any, Rule] = {
-    F.multi_head_attention_forward: by_body(F.multi_head_attention_forward),
+    **attention.RULES,
+    **embedding.RULES,
+    **grouped.RULES,
+    **indexing.RULES,
+    **linear.RULES,
+    **losses.RULES,
+    **pointwise.RULES,
+    **pooling.RULES,
     **recurrent.RULES,
 }

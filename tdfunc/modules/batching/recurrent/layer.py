@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from tdfunc.modules.batching.fold import takes_gradient, to_front
 from tdfunc.modules.batching.recurrent.cells import STEPS, State, Weights, run_steps
 from tdfunc.modules.batching.recurrent.fold import FOLDED, Kernel
 from tdfunc.modules.batching.recurrent.levels import (
     NO_LEVEL,
     level_of,
-    takes_gradient,
     unwrap_batch,
     unwrap_gradient,
     wrap_batch,
@@ -165,7 +165,7 @@ class _Backward(Function):
         plan, *tensors = args
         saved = tensors[2 * plan.made + plan.given :]
         # The number of members of the levels inside this one.
-        inner = _to_front(tensors[0], in_dims[1], info.batch_size).shape[1]
+        inner = to_front(tensors[0], in_dims[1], info.batch_size).shape[1]
         if in_dims[1 + plan.made + plan.given] is None:
             # The layer ran outside of this level, as for the rows of a Jacobian.
             saved = _KERNELS[plan.kernel].repeat(saved, inner, info.batch_size)
@@ -174,15 +174,9 @@ class _Backward(Function):
         return tuple([_unfold(y, info.batch_size) for y in found]), (0,) * len(found)
 
 
-def _to_front(tensor: Tensor, dim: int | None, members: int) -> Tensor:
-    if dim is None:
-        return tensor.unsqueeze(0).expand(members, *tensor.shape)
-    return tensor.movedim(dim, 0)
-
-
 def _fold_all(tensors: Sequence[Tensor], dims: tuple[int | None, ...], members: int) -> list[Tensor]:
     """Return tensors with the members of this level in front of those of the levels inside."""
-    return [_to_front(x, dim, members).flatten(0, 1) for x, dim in zip(tensors, dims, strict=False)]
+    return [to_front(x, dim, members).flatten(0, 1) for x, dim in zip(tensors, dims, strict=False)]
 
 
 def _unfold(tensor: Tensor, members: int) -> Tensor:
@@ -232,7 +226,7 @@ def run_layer(
     """
     # A shared input is made contiguous once for all members.
     given = (x.contiguous(), *state, *weights)
-    saves = torch.is_grad_enabled() and takes_gradient(*given)
+    saves = torch.is_grad_enabled() and any(map(takes_gradient, given))
     plan = _Plan(kernel, len(state), len(weights), reverse, saves)
     stacked = [tensor.unsqueeze(0) for tensor in given]
     results = _Layer.apply(plan, *stacked) if saves else _run_plain(plan, stacked)

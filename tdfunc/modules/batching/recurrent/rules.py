@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from tdfunc.modules.batching.fold import is_batched
 from tdfunc.modules.batching.recurrent.calls import Call, parse, run_layers
 from tdfunc.modules.batching.recurrent.cells import STEPS, State, Step, Weights, linear, run_steps
 from tdfunc.modules.batching.recurrent.layer import run_layer
-from tdfunc.modules.batching.recurrent.levels import is_batched
 from tdfunc.modules.batching.rule import Rule
 
 # Of the kernels.
