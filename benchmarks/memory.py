@@ -11,6 +11,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +26,15 @@ from torch import Tensor
 
 import tdfunc as tdf
 from benchmarks import ENVIRON, llm
-from benchmarks.rows import OURS
+from benchmarks.rows import OURS, Way
 from benchmarks.storage import FEW, MANY, Leaves, large_leaves, scratch, small_leaves, tree_of
+from benchmarks.training import CHUNKED, DONATED, LOOP, STACKED, in_chunks, loop, ours, stacked_fused
+from benchmarks.widths import MODELS
 
+TRAINED = (("MLP", 512), ("CNN", 32), ("transformer", 64))
+_MEMBERS = 64
+_STEPS = 5
+_CHUNK = 8
 _trim: Callable[[int], Any] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 _CLEAR = Path("/proc/self/clear_refs")
 
@@ -101,13 +108,43 @@ def open_ways(leaves: Leaves, folder: Path) -> dict[str, Callable[[], Any]]:
     return {OURS: read_ours, "safe_open": read_theirs}
 
 
+def train_ways(model: str, width: int, members: int) -> dict[str, Callable[[], Any]]:
+    """Make the members and their state, and take five steps."""
+    _, make, inputs = MODELS[model]
+    x, t = inputs(width), torch.randint(10, (32,))
+
+    def trained(way: Callable[..., Way | None]) -> Callable[[], Any]:
+        def run() -> Any:
+            step = way([make(width) for _ in range(members)], x, t)
+            assert step is not None
+            for _ in range(_STEPS):
+                step()
+            return step
+
+        return run
+
+    return {
+        OURS: trained(ours),
+        DONATED: trained(partial(ours, donate=True)),
+        CHUNKED: trained(partial(in_chunks, chunk_size=_CHUNK)),
+        LOOP: trained(loop),
+        STACKED: trained(stacked_fused),
+    }
+
+
+def state_bytes(model: str, width: int, members: int) -> int:
+    """Return the bytes of the parameters of all members, and of two moments of each."""
+    one = MODELS[model][1](width)
+    return 3 * members * sum([leaf.numel() * leaf.element_size() for leaf in one.parameters()])
+
+
 WORK: dict[str, Callable[[Leaves, Path], dict[str, Callable[[], Any]]]] = {
     "save": save_ways,
     "save in the background,": background_ways,
     "load, verified,": load_ways,
     "open, read 1 %,": open_ways,
 }
-SOURCES = (save_ways, background_ways, load_ways, open_ways, llm.score_ways)
+SOURCES = (save_ways, background_ways, load_ways, open_ways, train_ways, llm.score_ways)
 
 
 def measure_all(folder: Path) -> list[Peak]:
@@ -122,6 +159,12 @@ def measure_all(folder: Path) -> list[Peak]:
             warm = ways(tiny, places[1])
             for way, run in ways(leaves, places[0]).items():
                 found.append(Peak(f"{work} {size}", way, *peak_of(run, warm[way])))
+    for model, width in TRAINED:
+        what = f"train {_MEMBERS} members, {model} of width {width},"
+        found.append(Peak(what, "parameters and state", state_bytes(model, width, _MEMBERS), 0))
+        warm = train_ways(model, 16, 2 * _CHUNK)
+        for way, run in train_ways(model, width, _MEMBERS).items():
+            found.append(Peak(what, way, *peak_of(run, warm[way])))
     warm = llm.score_ways((8, 7))
     for way, run in llm.score_ways(llm.LENGTHS).items():
         found.append(Peak("score 4 rows of about 256 tokens", way, *peak_of(run, warm[way])))

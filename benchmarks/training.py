@@ -25,6 +25,7 @@ from tdfunc.ensemble.stack import stack_modules
 from tdfunc.optim import adam
 
 LOOP, STACKED = "loop of fused torch.optim", "torch.func, one fused torch.optim"
+CHUNKED = "tdfunc in chunks"
 FOREACH, UNTRACED, DONATED = "vmap(grad(functional_call))", "not traced", "tdfunc with donate=True"
 DROPPED, RATES, WITHOUT = "MLP with dropout", "MLP with a learning rate for each member", "the same step without"
 DEFAULT = "torch.vmap(randomness='different')"
@@ -108,6 +109,32 @@ def ours(
     def call() -> None:
         params, state, buffers, key = now
         now[:] = step(params, buffers, state, key, x, t)
+
+    return call
+
+
+def in_chunks(models: list[nn.Module], x: Tensor, t: Tensor, chunk_size: Any = "auto") -> Way | None:
+    """Return the step of the guides for some members at a time; None where their activations fit into the cache."""
+    apply, _, _ = tdf.functional(models[0])
+    params, buffers = tdf.split(stack_modules(models))
+    optimizer = adam(lr=LR)
+
+    @jit(chunk_size=chunk_size, in_dims=(0, 0, 0, None, None))
+    def step(params: Any, buffers: Any, state: Any, x: Tensor, t: Tensor) -> Any:
+        def loss(p: Any, b: Any) -> Any:
+            y, new = apply.with_buffers(p, b, x)
+            return loss_of(y, t), new
+
+        grads, buffers = vmap(grad(loss, has_aux=True))(params, buffers)
+        params, state = optimizer.update(params, grads, state)
+        return params, buffers, state
+
+    now: list[Any] = [params, buffers, optimizer.init(params)]
+    if step.chunk_size(*now, x, t) == len(models):
+        return None
+
+    def call() -> None:
+        now[:] = step(*now, x, t)
 
     return call
 

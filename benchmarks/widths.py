@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import Encoder, mlp, norm_cnn
 from benchmarks.rows import OURS, Case, Measured, Suite, Way
-from benchmarks.training import DONATED, LOOP, STACKED, loop, ours, stacked_fused
+from benchmarks.training import CHUNKED, DONATED, LOOP, STACKED, in_chunks, loop, ours, stacked_fused
 
 MEMBERS = (4, 16, 64)
 # Makers of a member by its width, and of the inputs; a width is a number of units, channels, or features of a token.
@@ -26,8 +26,10 @@ def title_of(model: str, width: int, members: int) -> str:
 def width_ways(model: str, width: int, members: int) -> dict[str, Way]:
     _, make, inputs = MODELS[model]
     models, x, t = [make(width) for _ in range(members)], inputs(width), torch.randint(10, (32,))
+    chunked = in_chunks(models, x, t)
     return {
         OURS: ours(models, x, t),
+        **({} if chunked is None else {CHUNKED: chunked}),
         DONATED: ours(models, x, t, donate=True),
         LOOP: loop(models, x, t),
         STACKED: stacked_fused(models, x, t),
@@ -85,7 +87,8 @@ SUITE = Suite(
     "inputs, two hidden layers of the given width and 10 outputs. The CNN has two convolutions on images of "
     "8 x 8, the first with the given number of channels, the second with twice as many. The transformer has "
     "two layers on 16 tokens of the given width. If one member keeps a core busy by itself, stacking gains "
-    "nothing: the kernels take the time, and they are the same.",
+    "nothing: the kernels take the time, and they are the same. Where the activations of all members leave the cache, "
+    'the step is also measured with `tdf.jit(chunk_size="auto")`, which computes some members at a time.',
     width_cases,
     (),
     (width_ways,),

@@ -501,7 +501,7 @@ def train_blocks(
     rungs: int,
     *,
     folder: str | os.PathLike[str],
-    block: int,
+    chunk_size: int,
     num_workers: int = 0,
     executor: Any = None,
     retries: int = 2,
@@ -524,7 +524,7 @@ def train_blocks(
             move the run to a device; its result is moved back.
         rungs: The number of times to train. If the folder has fewer, training continues.
         folder: The folder of the checkpoints, on a file system that all workers share.
-        block: The number of members in one call of `train`.
+        chunk_size: The number of members in a block, which one call of `train` trains.
         num_workers: The number of processes to start here; 0 trains in this process.
         executor: An executor in place of these processes, as for `td.map`: a `RayExecutor`, for example. Threads train
             one block at a time, because they share the default generator.
@@ -548,25 +548,26 @@ def train_blocks(
         ...     return run, (run["lr"] - 0.3).abs()
         >>> run = TensorDict({"lr": torch.linspace(0, 1, 11), "trained": torch.zeros(11)}, [11])
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     run, scores = train_blocks(run, train, rungs=3, folder=folder, block=4)
+        ...     run, scores = train_blocks(run, train, rungs=3, folder=folder, chunk_size=4)
         >>> best(run, scores)["lr"], run["trained"].unique()
         (tensor(0.3000), tensor([3.]))
     """
     rungs = as_count("train_blocks: rungs", rungs)
-    block = as_count("train_blocks: block", block)
+    chunk_size = as_count("train_blocks: chunk_size", chunk_size)
     blocks = _Blocks(train, rungs, os.path.abspath(local_folder(folder, "train_blocks")))
     os.makedirs(blocks.folder, exist_ok=True)
     members = torch.arange(run._batch_size[0], device="cpu")
     tree = TensorCollection._open({"run": run, "member": members}, [len(members)])
-    firsts = range(0, len(members), block)
+    firsts = range(0, len(members), chunk_size)
     deaths = 0
     done = [blocks.rung(first) for first in firsts]
     # An executor has its own number of workers.
     workers = num_workers if executor is None else None
-    options: Any = {"chunksize": block, "num_workers": workers, "executor": executor, "key": 0, "pbar": progress}
+    options: Any = {"chunksize": chunk_size, "num_workers": workers, "executor": executor, "key": 0, "pbar": progress}
     while min(done) < rungs:
         # A shorter block is the last.
-        left: Any = torch.cat([members[i : i + block] for i, rung in zip(firsts, done, strict=True) if rung < rungs])
+        waiting = [first for first, rung in zip(firsts, done, strict=True) if rung < rungs]
+        left: Any = torch.cat([members[first : first + chunk_size] for first in waiting])
         before = done
         death = _run_blocks(tree[left], blocks, options)
         done = [blocks.rung(first) for first in firsts]
@@ -579,7 +580,7 @@ def train_blocks(
         if done == before:
             # Other processes train the rest.
             time.sleep(_LOOK_S)
-    parts = [blocks.load(run[i : i + block], i, _device_of(run)) for i in firsts]  # pyright: ignore[reportIndexIssue]
+    parts = [blocks.load(run[i : i + chunk_size], i, _device_of(run)) for i in firsts]  # pyright: ignore[reportIndexIssue]
     # Any: trees.
     found: Any = torch.cat([part["run"] for part in parts])
     return found, torch.cat([part["scores"] for part in parts])

@@ -28,7 +28,7 @@ def save_model(folder):
 def sweep(folder):
     """Train members with their checkpoints in a folder."""
     run = TensorDict({"lr": torch.ones(2)}, [2])
-    tdf.sweep.train_blocks(run, lambda run, rung: (run, run["lr"]), rungs=1, folder=folder, block=2, num_workers=0)
+    tdf.sweep.train_blocks(run, lambda run, rung: (run, run["lr"]), rungs=1, folder=folder, chunk_size=2, num_workers=0)
 
 
 def cache_tokens(folder):

@@ -335,7 +335,7 @@ def test_blocks_come_back_with_all_members(change, tmp_path):
     run = tdf.TensorDict({"w": torch.arange(11.0)}, [11])
 
     with pytest.raises(tdf.BatchSizeError, match="members 0 to 2: train returned another number of members"):
-        sweep.train_blocks(run, lambda r, _: (change(r), r["w"]), rungs=1, folder=tmp_path, block=3)
+        sweep.train_blocks(run, lambda r, _: (change(r), r["w"]), rungs=1, folder=tmp_path, chunk_size=3)
 
 
 @pytest.mark.parametrize("change", LOST.values(), ids=LOST)
@@ -363,19 +363,19 @@ def scored(run, rung):
 def test_blocks_of_another_run_are_not_resumed(first, second, tmp_path):
     """A hyperparameter that is not a tensor makes another run, too."""
     run = tdf.TensorDict({"w": torch.arange(3.0), "option": first}, [3])
-    sweep.train_blocks(run, scored, rungs=1, folder=tmp_path, block=2)
+    sweep.train_blocks(run, scored, rungs=1, folder=tmp_path, chunk_size=2)
 
     with pytest.raises(ValueError, match="has checkpoints of another run"):
-        sweep.train_blocks(run.set("option", second), scored, rungs=1, folder=tmp_path, block=2)
+        sweep.train_blocks(run.set("option", second), scored, rungs=1, folder=tmp_path, chunk_size=2)
 
 
 @pytest.mark.parametrize(("first", "_"), PLAIN.values(), ids=PLAIN)
 def test_blocks_of_the_same_run_are_resumed(first, _, tmp_path):
     """Plain values are those of the first call."""
     run = tdf.TensorDict({"w": torch.arange(3.0), "option": first}, [3])
-    sweep.train_blocks(run, scored, rungs=1, folder=tmp_path, block=2)
+    sweep.train_blocks(run, scored, rungs=1, folder=tmp_path, chunk_size=2)
 
-    _, scores = sweep.train_blocks(run, scored, rungs=2, folder=tmp_path, block=2)
+    _, scores = sweep.train_blocks(run, scored, rungs=2, folder=tmp_path, chunk_size=2)
 
     assert scores.tolist() == [0, 1, 2]
 
@@ -383,7 +383,7 @@ def test_blocks_of_the_same_run_are_resumed(first, _, tmp_path):
 def test_progress_of_blocks_is_shown(tmp_path, capfd):
     """`progress=True` counts blocks."""
     run = tdf.TensorDict({"w": torch.arange(11.0)}, [11])
-    sweep.train_blocks(run, lambda r, _: (r, r["w"]), rungs=1, folder=tmp_path, block=3, progress=True)
+    sweep.train_blocks(run, lambda r, _: (r, r["w"]), rungs=1, folder=tmp_path, chunk_size=3, progress=True)
 
     assert "4/4" in capfd.readouterr().err
 
@@ -409,7 +409,7 @@ def blocks(tmp_path):
     def run(chosen, block):
         start = tdf.TensorDict({"params": members[chosen]}, [len(range(4)[chosen])])
         folder = tmp_path / f"{chosen.start} {chosen.stop} {block}"
-        return sweep.train_blocks(start, train, rungs=2, folder=folder, block=block)[0]["params"]
+        return sweep.train_blocks(start, train, rungs=2, folder=folder, chunk_size=block)[0]["params"]
 
     return run
 
@@ -437,7 +437,8 @@ def test_blocks_in_threads_have_their_own_draws(executor, tmp_path):
 
     run = TensorDict({"x": torch.zeros(12)}, [12])
     before = torch.default_generator.get_state()
-    expected, _ = sweep.train_blocks(run, train, 2, folder=tmp_path / "one", block=2)
-    found, _ = sweep.train_blocks(run, train, 2, folder=tmp_path / "four", block=2, num_workers=4, executor=executor())
+    expected, _ = sweep.train_blocks(run, train, 2, folder=tmp_path / "one", chunk_size=2)
+    options = {"folder": tmp_path / "four", "chunk_size": 2, "num_workers": 4}
+    found, _ = sweep.train_blocks(run, train, 2, executor=executor(), **options)
     assert torch.equal(found["x"], expected["x"])
     assert torch.equal(torch.default_generator.get_state(), before)

@@ -2,4 +2,4 @@
 
 from tdfunc._jit.call import CacheInfo as CacheInfo
 from tdfunc._jit.call import Jitted as Jitted
-from tdfunc._jit.call import jit as jit
+from tdfunc._jit.decorator import jit as jit

@@ -7,7 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar, overload
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import fx, nn
@@ -16,6 +16,7 @@ from tdfunc._jit.code import compile_graph
 from tdfunc._jit.cudagraphs import CudaGraphs
 from tdfunc._jit.environment import Environment
 from tdfunc._jit.graph import clean, draws
+from tdfunc._jit.memory import tensors_of
 from tdfunc._jit.pool import Pool
 from tdfunc._jit.results import Build
 from tdfunc._jit.signature import (
@@ -31,13 +32,12 @@ from tdfunc._jit.signature import (
 )
 from tdfunc._jit.tracing import name_of, named_leaves, state_of, trace
 from tdfunc.core.context import has_values, make_lock
-from tdfunc.core.errors import CaptureError, UnsupportedError, check_choice, check_least, explain
+from tdfunc.core.errors import CaptureError, UnsupportedError, explain
 from tdfunc.core.generators import refuse_draws
 from tdfunc.core.memory import keep_freed_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Captures: TypeAlias = Literal["refused", "constants"]
 _MANY_VALUES = 8
 # Past the number of records, one in so many calls may still be recorded: a recording takes as long as some 50 calls of
 # the function, and a program that has gone on to other shapes gets its records back.
@@ -65,6 +65,8 @@ class _Program(NamedTuple):
     constants: nn.Module
     # Captured tensors, and what shows that they were written.
     captured: tuple[tuple[torch.Tensor, tuple[int, int]], ...]
+    # Bytes of the largest intermediate result that is not shaped like an argument, as gradients are.
+    activation_bytes: int
 
 
 class Jitted(Generic[P, R]):
@@ -85,7 +87,7 @@ class Jitted(Generic[P, R]):
         self._cache_size = cache_size
         self._reads = reads
         self._constants = constants
-        self._keep_bytes = keep_bytes
+        self.keep_bytes = keep_bytes
         if backend == "cudagraphs":
             self._graphs = CudaGraphs()
         else:
@@ -134,7 +136,7 @@ class Jitted(Generic[P, R]):
 
     def options(self) -> list[Any]:
         """Return the function and the options that it was made with."""
-        return [self._fn, self._backend, self._cache_size, self._reads, self._constants, self._keep_bytes]
+        return [self._fn, self._backend, self._cache_size, self._reads, self._constants, self.keep_bytes]
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bind like a function, so that a method can be decorated."""
@@ -158,6 +160,15 @@ class Jitted(Generic[P, R]):
         program = self._look_up(key, args, kwargs, given, always=True)
         assert program is not None
         return program
+
+    def key_of(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Return what tells this call from calls that need another record; it is hashable."""
+        key, given = self._key(args, kwargs)
+        return tuple(key[0]), *key[1:], layouts(given.leaves)
+
+    def activation_bytes(self, *args: P.args, **kwargs: P.kwargs) -> int:
+        """Return the bytes of the largest intermediate result that is not shaped like an argument."""
+        return self._record(args, kwargs).activation_bytes
 
     def cache_info(self) -> CacheInfo:
         """Return hits, misses, the largest and the present number of traces, and the bytes of blocks that they reuse.
@@ -297,11 +308,12 @@ class Jitted(Generic[P, R]):
                     # Not through torch.compile, which would look at the guards of a trace of the trace at each call.
                     compiler = torch._dynamo.lookup_backend(self._backend)
                     run = compiler(fx.GraphModule(constants, graph), given.leaves)
+        activation_bytes = _find_activation_bytes(graph)
         # They hold the fake tensors.
         for node in graph.nodes:
             node.meta.clear()
         recorded.refuse_kept()
-        return _Program(run, recorded.build, recorded.trained, graph, constants, captured)
+        return _Program(run, recorded.build, recorded.trained, graph, constants, captured, activation_bytes)
 
 
 def _check_leaves(args: Any, kwargs: Any) -> None:
@@ -327,6 +339,22 @@ def _refuse_trained(name: str, leaf: torch.Tensor) -> None:
         )
 
 
+def _find_activation_bytes(graph: fx.Graph) -> int:
+    """Return the bytes of the largest tensor that a graph makes in new memory, without those shaped as arguments."""
+    shapes: set[Any] = set()
+    given: set[int] = set()
+    largest = 0
+    for node in graph.nodes:
+        for value in tensors_of(node):
+            storage = value.untyped_storage()
+            if node.op in ("placeholder", "get_attr"):
+                shapes.add(value.shape)
+                given.add(storage._cdata)
+            elif value.shape not in shapes and storage._cdata not in given:
+                largest = max(largest, storage.nbytes())
+    return largest
+
+
 @contextmanager
 def _pause_collection() -> Generator[None]:
     """Leave garbage alone: a trace makes many objects that live, which each collection would go through."""
@@ -348,102 +376,3 @@ def _suspend_autocast(devices: Sequence[str]) -> Generator[None]:
     finally:
         for device in devices:
             torch.set_autocast_enabled(device, True)
-
-
-@overload
-def jit(
-    fn: Callable[P, R],
-    *,
-    backend: str | Callable[..., Any] | None = None,
-    cache_size: int = 64,
-    captures: Captures = "refused",
-    keep_bytes: int | None = None,
-) -> Jitted[P, R]: ...
-@overload
-def jit(
-    fn: None = None,
-    *,
-    backend: str | Callable[..., Any] | None = None,
-    cache_size: int = 64,
-    captures: Captures = "refused",
-    keep_bytes: int | None = None,
-) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
-def jit(
-    fn: Any = None,
-    *,
-    backend: str | Callable[..., Any] | None = None,
-    cache_size: int = 64,
-    captures: Captures = "refused",
-    keep_bytes: int | None = None,
-) -> Any:
-    """Record a function of tensors and trees once for each kind of arguments, and replay the record from then on.
-
-    The first call runs the function on fake tensors and records every operation; no compiler is needed. A replay
-    skips Python, `torch.vmap` and `torch.func.grad`, which cost more than the arithmetic of small models.
-
-    The function is recorded anew when any of these change:
-
-    - the structure, batch sizes, devices, names, kinds and key order of trees;
-    - shapes, strides, dtypes, devices, `requires_grad` and identity of tensors, and other arguments;
-    - Python values in closure cells, defaults and globals that the code of the function reads, or the code of functions
-      of its package that it names, and the mode of modules among these;
-    - grad mode, autocast, default dtype and device, deterministic algorithms.
-
-    State that the function reaches in another way (attributes of objects, containers and arrays of over 1000 items,
-    files, the clock), or changes itself, is read once, and its side effects happen once. Every replay draws torch's
-    random numbers anew.
-
-    Gradients are taken inside the function: its results are not differentiable.
-
-    Args:
-        fn: A function that returns tensors, trees, numbers, or containers of these. Without it, a decorator with
-            these options.
-        backend: A backend of `torch.compile` that the record is handed to. Or, experimental, `"cudagraphs"`: the
-            record is captured once as a CUDA graph, and a call launches it as a whole. It takes tensors on one GPU,
-            random draws by keys, and nothing that waits for the device. Results are copies; donated leaves are written
-            in place, and the record keeps them alive. Not run yet on a GPU.
-        cache_size: The number of records to keep; the one not used for longest goes first. Where calls are of more
-            kinds, further ones run the function itself, with a warning that names the dimension that varies: pad it, or
-            use batch sizes that divide the data.
-        captures: The treatment of tensors that the function uses besides its arguments: `refused`, or kept as
-            `constants` of the record. If the variable or module of a constant holds another tensor, the function is
-            recorded anew. If a constant was written, the call raises. If an attribute of another object no longer
-            holds it, the constant stays.
-        keep_bytes: The most bytes of large blocks (16 MB and more, on the CPU) that are kept for the next calls, or 0
-            for none. By default they are what the results of two calls and all intermediate results take, in the
-            record that takes most. A block is used again when nothing else refers to its memory, and `cache_clear()`
-            frees them.
-
-    Returns:
-        The function, with `cache_info()`, `cache_clear()` and `graph(*args)`.
-
-    Raises:
-        CaptureError: The function uses tensors that are not among its arguments; the message names all of them. Or
-            a captured constant was written since it was recorded.
-        ImmutableError: The function writes to an argument in place, other than through `donate=True`.
-        UnsupportedError: An argument requires grad while grad mode is on; the function uses the value of a tensor, or
-            reads `.grad` or `.storage_offset()` of an argument; it assigns to `.data`; it seeds a generator, or draws
-            from numpy's or Python's; it keeps a tensor outside of its result; an argument cannot be part of the key; a
-            result cannot be made again.
-        ConcurrencyError: Another thread assigned a closure's variable or a global during the first call.
-
-    Examples:
-        >>> @tdf.jit
-        ... def member_grads(params, x):
-        ...     loss = lambda p: (x @ p["w"]).square().mean()
-        ...     return torch.vmap(torch.func.grad(loss))(params)
-        >>> params = TensorDict({"w": torch.ones(4, 3)}, [4])
-        >>> member_grads(params, torch.ones(2, 3))["w"].shape
-        torch.Size([4, 3])
-        >>> member_grads(params, torch.zeros(2, 3)) is not None, member_grads.cache_info().misses
-        (True, 1)
-    """
-    check_least("jit: cache_size", cache_size)
-    check_choice("jit: captures", captures, ("refused", "constants"))
-    if keep_bytes is not None:
-        check_least("jit: keep_bytes", keep_bytes, 0)
-    if fn is None:
-        return lambda wrapped: jit(
-            wrapped, backend=backend, cache_size=cache_size, captures=captures, keep_bytes=keep_bytes
-        )
-    return Jitted(fn, backend, cache_size, constants=captures == "constants", keep_bytes=keep_bytes)

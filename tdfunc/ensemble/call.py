@@ -53,9 +53,13 @@ class Call(NamedTuple):
         tensors = [x for x in (*self.leaves, *_data(self.args, self.kwargs)) if isinstance(x, Tensor)]
         return any(map(torch.is_autocast_enabled, {x.device.type for x in tensors} - {"meta"}))
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors among the data."""
+        return [x for x in _data(self.args, self.kwargs) if isinstance(x, Tensor)]
+
     def counted(self) -> list[Tensor] | None:
         """Return the tensors among the data, or None if not all of them count the writes to them."""
-        found = [x for x in _data(self.args, self.kwargs) if isinstance(x, Tensor)]
+        found = self.tensors()
         if is_compiling() or in_transform() or any([x.is_inference() for x in found]):
             return None
         return found

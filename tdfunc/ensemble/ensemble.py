@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tdfunc import random
 from tdfunc._jit import Jitted
+from tdfunc._jit.chunked import ChunkSize, choose_chunk_size
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import is_compiling, is_known, is_tracing
 from tdfunc.core.errors import UnsupportedError, as_count, brief, check_choice, error, explain
@@ -76,7 +77,9 @@ class Ensemble:
 
             Under autocast, `"vmap"` and `"traced"` may compute in the dtype of the weights, because torch's vmap of a
             linear layer does not cast. `plan()` explains the last choice.
-        chunk_size: The largest number of members that vmap runs together. A smaller number needs less memory.
+        chunk_size: The largest number of members that vmap, or a trace, runs together. A smaller number needs less
+            memory, and is faster where the activations of all members leave the processor's cache. `"auto"` chooses it
+            by the largest activation, which a trace of two members shows.
         shared: A filter for the leaves that all members share, such as the leaves of a trunk. They have no member
             dimension. If the inputs are shared as well, vmap runs the shared part of the forward pass only once.
             `combine(trunk, heads)` builds such a tree.
@@ -100,7 +103,12 @@ class Ensemble:
     """
 
     def __init__(
-        self, apply: Apply, how: How = "auto", *, chunk_size: int | None = None, shared: "FilterLike | None" = None
+        self,
+        apply: Apply,
+        how: How = "auto",
+        *,
+        chunk_size: ChunkSize | None = None,
+        shared: "FilterLike | None" = None,
     ) -> None:
         if not isinstance(apply, Apply):
             raise error(
@@ -120,17 +128,19 @@ class Ensemble:
                 hint="wrap the module in one whose forward has another name for it.",
             )
         check_choice("Ensemble: how", how, _HOWS)
-        if chunk_size is not None:
+        if chunk_size is not None and chunk_size != "auto":
             chunk_size = as_count("Ensemble: chunk_size", chunk_size)
         self.apply = apply
         self.how: How = how
-        self.chunk_size = chunk_size
+        self.chunk_size: ChunkSize | None = chunk_size
         self.shared: Filter | None = None if shared is None else Filter(shared)
         # How the last call ran, why, and with how many members.
         self._last: tuple[str, str, int] | None = None
         # By kind of call: why vmap cannot run it, or None where it has.
         self._tried: dict[Hashable, str | None] = {}
         self._jitted: dict[Hashable, Jitted[Any, Any]] = {}
+        # By kind of call and shapes: the members that run together, for chunk_size="auto".
+        self._chunk_sizes: dict[Hashable, int] = {}
         # Of buffers that a call drops.
         self._warned = False
 
@@ -370,16 +380,45 @@ class Ensemble:
         return result
 
     def _vmap(self, call: Call) -> Result:
-        step = self.chunk_size or call.members
-        if step >= call.members:
-            return self._map(call.with_containers())
+        return self._in_chunks(call, lambda part: self._map(part.with_containers()))
 
-        def run(call: Call, start: int) -> Result:
-            return self._map(call.rows(start, min(start + step, call.members)))
+    def _in_chunks(self, call: Call, run: Callable[[Call], Result]) -> Result:
+        """Run some members at a time, or all together."""
+        size = self._count_together(call)
+        if size >= call.members:
+            return run(call)
 
-        parts = self._in_turn(call, range(0, call.members, step), run)
+        def run_rows(call: Call, start: int) -> Result:
+            return run(call.rows(start, min(start + size, call.members)))
+
+        parts = self._in_turn(call, range(0, call.members, size), run_rows)
         outputs, kept = zip(*parts, strict=True)
         return join_chunks(outputs), [torch.cat(new) for new in zip(*kept, strict=True)]
+
+    def _count_together(self, call: Call) -> int:
+        """Return how many members run together."""
+        if self.chunk_size != "auto":
+            return self.chunk_size or call.members
+        if is_compiling() or is_tracing() or in_transform():
+            return call.members
+        kind = (call.kind(), call.members, tuple([x.shape for x in call.tensors()]))
+        size = self._chunk_sizes.get(kind)
+        if size is None:
+            if len(self._chunk_sizes) >= _MOST_KINDS:
+                self._chunk_sizes.clear()
+            size = self._chunk_sizes[kind] = self._choose_chunk_size(call)
+        return size
+
+    def _choose_chunk_size(self, call: Call) -> int:
+        few = call.rows(0, min(2, call.members))
+        jitted = self._make_jitted(few.lead, few.members, few.dims, few.keep)
+        try:
+            with torch.no_grad():
+                found = jitted.activation_bytes(few.leaves, few.args, few.kwargs, few.keys)
+        # What cannot be recorded may raise anything, and runs as without chunks.
+        except Exception:
+            return call.members
+        return choose_chunk_size(found / few.members, call.members)
 
     def _map(self, call: Call) -> Result:
         """One vmap over the members of the call."""
@@ -411,6 +450,9 @@ class Ensemble:
         return tree_unflatten(stacked, structure), new
 
     def _trace(self, call: Call) -> Result:
+        return self._in_chunks(call, self._replay)
+
+    def _replay(self, call: Call) -> Result:
         key = (call.dims, call.keep, call.members, tuple(call.lead))
         jitted = self._jitted.get(key)
         if jitted is None:
@@ -431,7 +473,7 @@ class Ensemble:
             # Of one member vmap's operations are slower ones (grouped convolutions).
             if members == 1:
                 return self._loop(call)
-            return self._vmap(call)
+            return self._map(call.with_containers())
 
         return Jitted(run, None, _MOST_TRACES, reads=self._own_methods())
 

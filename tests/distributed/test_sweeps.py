@@ -99,7 +99,9 @@ def calls_of(folder):
 
 
 def _work(rank, folder):
-    found = sweep.train_blocks(begin(), Deadly(folder, members=(40, 200)), RUNGS, folder=folder / "run", block=BLOCK)
+    found = sweep.train_blocks(
+        begin(), Deadly(folder, members=(40, 200)), RUNGS, folder=folder / "run", chunk_size=BLOCK
+    )
     check(found)
     (folder / f"rank-{rank}").touch()
 
@@ -117,7 +119,7 @@ def test_killed_ranks(tmp_path):
 
 def test_a_job_that_starts_again(tmp_path):
     """More rungs continue from the checkpoints, in one process and with a last block that is shorter."""
-    options = {"folder": tmp_path / "run", "block": 8}
+    options = {"folder": tmp_path / "run", "chunk_size": 8}
     sweep.train_blocks(begin(21), train, 1, **options)
     found = sweep.train_blocks(begin(21), Deadly(tmp_path), RUNGS, **options)
 
@@ -130,7 +132,7 @@ def test_a_worker_that_always_dies(tmp_path):
     """Two attempts after a death without progress it is an error, and the other blocks are trained."""
     work = Deadly(tmp_path, members=(9,), always=True)
     with pytest.raises(WorkerError, match="a worker died(?s:.*)rows"):
-        sweep.train_blocks(begin(16), work, RUNGS, folder=tmp_path / "run", block=8, num_workers=1)
+        sweep.train_blocks(begin(16), work, RUNGS, folder=tmp_path / "run", chunk_size=8, num_workers=1)
 
     assert calls_of(tmp_path) == {0: [0, 1, 2], 8: [0, 1, 1, 1, 1]}
 
@@ -150,7 +152,7 @@ def test_a_worker_that_raises(tmp_path, num_workers):
     lr = f"{run['hyper', 'lr'][37].item():.6g}"
     pattern = rf"member 37 cannot be trained:(?s:.*)hyper\.lr={lr}(?s:.*)rung 1(?s:.*)FloatingPointError: no"
     with pytest.raises(WorkerError, match=pattern):
-        sweep.train_blocks(run, fail_at_37, RUNGS, folder=tmp_path, block=16, num_workers=num_workers)
+        sweep.train_blocks(run, fail_at_37, RUNGS, folder=tmp_path, chunk_size=16, num_workers=num_workers)
 
 
 def _together(run, rung):
@@ -160,10 +162,10 @@ def _together(run, rung):
 
 
 REFUSALS = [
-    (dict(block=0), ValueError, "block must be at least 1"),
+    (dict(chunk_size=0), ValueError, "chunk_size must be at least 1"),
     (dict(rungs=0), ValueError, "rungs must be at least 1"),
     (dict(run=begin(8).set("key", begin(8)["key"] + 1)), ValueError, "has checkpoints of another run"),
-    (dict(block=4), ValueError, "has checkpoints of another run"),
+    (dict(chunk_size=4), ValueError, "has checkpoints of another run"),
     (dict(rungs=1), ValueError, "1 rungs at most(?s:.*)2 rungs"),
     (dict(rungs=3, train=_together), WorkerError, "members 0 to 3 cannot be trained together(?s:.*)too many"),
     (
@@ -177,7 +179,7 @@ REFUSALS = [
 @pytest.mark.parametrize(("changed", "error", "pattern"), REFUSALS)
 def test_refusals(tmp_path, changed, error, pattern):
     """A folder of another sweep, numbers out of range, and failures that are of no member alone."""
-    given = {"run": begin(8), "train": train, "rungs": 2, "folder": tmp_path, "block": 8}
+    given = {"run": begin(8), "train": train, "rungs": 2, "folder": tmp_path, "chunk_size": 8}
     sweep.train_blocks(**given)
     with pytest.raises(error, match=pattern):
         sweep.train_blocks(**given | changed)

@@ -195,7 +195,56 @@ def test_an_ensemble_is_pickled_without_its_traces():
     assert torch.equal(copy(tree, torch.ones(5, 3)), expected)
 
 
+@pytest.mark.parametrize("how", ["auto", "vmap", "traced"])
+def test_auto_chunks_equal_the_whole(how):
+    """Of activations that leave the cache, for each way to run the members."""
+    ensemble, tree = ensemble_of([Outer() for _ in range(12)], how, chunk_size="auto")
+    whole = Ensemble(ensemble.apply, how)
+    x = torch.randn(600)
+    torch.testing.assert_close(ensemble(tree, x), whole(tree, x))
+
+
+def test_auto_chunks_have_activations_in_the_cache():
+    """Of 1.4 MB a member, in chunks of two."""
+    ensemble, tree = ensemble_of([Outer() for _ in range(12)], chunk_size="auto")
+    seen = []
+    run = ensemble._map
+    ensemble._map = lambda call: seen.append(call.members) or run(call)
+    ensemble(tree, torch.randn(600))
+    # The first call is recorded, which shows the activations.
+    assert seen[1:] == [2] * 6
+
+
+def test_auto_chunks_of_what_cannot_be_recorded():
+    """A forward that reads values runs without chunks."""
+    ensemble, tree = ensemble_of([Reading() for _ in range(3)], chunk_size="auto")
+    assert ensemble(tree, torch.ones(2)).shape == (3, 2)
+
+
 # -- what vmap or a trace cannot run ----------------------------------------------------------------------------
+
+
+class Outer(nn.Module):
+    """An activation of n by n numbers for n."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(()))
+
+    def forward(self, x):
+        return (self.weight * x).outer(x).tanh().sum(-1)
+
+
+class Reading(nn.Module):
+    """A forward that reads a value of its argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(()))
+
+    def forward(self, x):
+        return self.weight * x if x.sum().item() > 0 else x
+
 
 FALLBACKS = {
     "item": (lambda: Returns(lambda y: y * y.sum().item()), "item"),

@@ -146,7 +146,7 @@ def test_a_death_on_ray_is_retried(cluster, tmp_path):
 def test_a_sweep_on_ray(cluster, tmp_path):
     """Members of a worker of the cluster that was killed go on from their last checkpoint."""
     work = sweeps.Deadly(tmp_path, members=(40,))
-    options = {"folder": tmp_path / "run", "block": sweeps.BLOCK}
+    options = {"folder": tmp_path / "run", "chunk_size": sweeps.BLOCK}
     found = tdf.sweep.train_blocks(sweeps.begin(), work, sweeps.RUNGS, executor=cluster, **options)
 
     sweeps.check(found)
@@ -155,5 +155,5 @@ def test_a_sweep_on_ray(cluster, tmp_path):
     assert all(rungs == sorted(rungs) and set(rungs) == set(range(sweeps.RUNGS)) for rungs in calls.values())
     with pytest.raises(WorkerError, match=r"member 37 cannot be trained:(?s:.*)FloatingPointError: no"):
         tdf.sweep.train_blocks(
-            sweeps.begin(64), sweeps.fail_at_37, 2, folder=tmp_path / "other", block=16, executor=cluster
+            sweeps.begin(64), sweeps.fail_at_37, 2, folder=tmp_path / "other", chunk_size=16, executor=cluster
         )
