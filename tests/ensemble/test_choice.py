@@ -247,8 +247,6 @@ class Reading(nn.Module):
 
 
 FALLBACKS = {
-    "lstm": (lambda: nn.LSTM(3, 4), "lstm"),
-    "gru": (lambda: nn.GRU(3, 4), "gru"),
     "item": (lambda: Returns(lambda y: y * y.sum().item()), "item"),
     "branch": (lambda: Returns(lambda y: y if y.sum() > 0 else -y), "data-dependent"),
     "average": (lambda: nn.BatchNorm1d(3, momentum=None), "item"),

@@ -197,7 +197,6 @@ def test_old_weight_norm():
     assert torch.func.grad(lambda p: apply(p, X).sum())(params)["weight_g"].any()
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell, Branches, UsesOldFunction])
 def test_modules_that_vmap_may_not_run(kind):
     """Recurrent layers, writes in place, data-dependent code and old functions run in an ensemble, as alone."""

@@ -2,7 +2,17 @@
 
 from typing import Any
 
-from tdfunc.modules.batching import attention, embedding, grouped, indexing, linear, losses, pointwise, pooling
+from tdfunc.modules.batching import (
+    attention,
+    embedding,
+    grouped,
+    indexing,
+    linear,
+    losses,
+    pointwise,
+    pooling,
+    recurrent,
+)
 from tdfunc.modules.batching.rule import Rule
 
 RULES: dict[Any, Rule] = {
@@ -14,4 +24,5 @@ RULES: dict[Any, Rule] = {
     **losses.RULES,
     **pointwise.RULES,
     **pooling.RULES,
+    **recurrent.RULES,
 }
