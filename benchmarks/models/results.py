@@ -1,0 +1,57 @@
+"""The rows by their tables, and `results.json`, which keeps what was found for each."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.models import layers
+from benchmarks.models.architectures import FURTHER, NAMED, Architecture
+from benchmarks.models.checks import RIGHT, Found
+from benchmarks.models.rows import Example, Row
+
+FILE = Path(__file__).with_name("results.json")
+CHECKS = ("forward", "gradient", "training", "jit")
+
+
+def _row_of(architecture: Architecture) -> Row:
+    return Row(architecture.name, architecture.make, lambda: Example((), architecture.inputs()))
+
+
+TABLES: dict[str, Sequence[Row]] = {
+    "torch.nn": layers.ROWS,
+    "transformers": [_row_of(architecture) for architecture in (*NAMED, *FURTHER)],
+}
+
+
+class Entry(NamedTuple):
+    """What was found for a row, and its speed-up where it was measured."""
+
+    found: Found
+    speed: float | None
+
+
+def load(file: Path = FILE) -> dict[str, dict[str, Entry]]:
+    """Return the kept entries by table and name."""
+    if not file.exists():
+        return {}
+    tables = json.loads(file.read_text())["tables"]
+    return {
+        table: {name: Entry(Found(*found), speed) for name, (found, speed) in entries.items()}
+        for table, entries in tables.items()
+    }
+
+
+def store(tables: dict[str, dict[str, Entry]], versions: dict[str, Any], file: Path = FILE) -> None:
+    """Keep entries in the order of the rows, without those of rows that are gone."""
+    kept: dict[str, dict[str, Entry]] = {}
+    for table, rows in TABLES.items():
+        found = tables.get(table, {})
+        kept[table] = {row.name: found[row.name] for row in rows if row.name in found}
+    file.write_text(json.dumps({"versions": versions, "tables": kept}, indent=1) + "\n")
+
+
+def claims(found: Found) -> dict[str, bool]:
+    """Return the good that is said of a row, by the name of each claim."""
+    said = {check: getattr(found, check) == RIGHT for check in CHECKS}
+    return {**said, "stacked": found.way == "vmap", "silent": not found.warns}
