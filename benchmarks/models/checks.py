@@ -197,6 +197,11 @@ def _gradient(name: str, parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
+def _change_since(start: nn.Module) -> Callable[[str, Tensor], Tensor]:
+    before = dict(start.named_parameters(remove_duplicate=False))
+    return lambda name, parameter: parameter - before[name]
+
+
 def _assert_named(model: nn.Module, tree: Any, read: Callable[[str, Tensor], Tensor]) -> None:
     """Raise unless the leaves of a member's tree are what `read` returns for the parameters of its module."""
     names = dict(model.named_parameters(remove_duplicate=False))
@@ -237,8 +242,7 @@ def _check_training(case: Case) -> None:
             loss_of(_call(model, case, member, keyed=True)).backward()
             optimizer.step()
         # The changes: a small one would vanish in the weight.
-        start = dict(case.models[member].named_parameters(remove_duplicate=False))
-        _assert_named(model, params[member] - case.params[member], lambda name, parameter: parameter - start[name])
+        _assert_named(model, params[member] - case.params[member], _change_since(case.models[member]))
         _assert_buffers(model, buffers[member])
 
 

@@ -76,7 +76,7 @@ def reasons(entries: dict[str, Entry]) -> str:
         for check in CHECKS:
             text = getattr(found, check)
             if text == WRONG:
-                text = "the result differs from that of the module"
+                text = "the module has other results"
             if text != RIGHT:
                 by_text.setdefault(text, []).append(_NAMES[check])
         if found.reason:

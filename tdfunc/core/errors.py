@@ -180,8 +180,8 @@ def user_line(err: BaseException | None = None) -> str:
 def forward_line(err: BaseException) -> str | None:
     """Return the line of a forward at which an error or its cause was raised, as `file:number: code`.
 
-    It is the innermost line that is neither torch's nor ours; where there is none, that of a module of torch. None for
-    an error that no line of a forward raised.
+    It is the innermost line that is neither torch's nor ours; if there is none, a line of a module of torch. The result
+    is None if the error does not come from a forward.
     """
     frames: list[traceback.FrameSummary] = []
     at: BaseException | None = err
