@@ -20,7 +20,6 @@ from benchmarks.models.results import CHECKS, TABLES, Entry, load, store
 from benchmarks.models.rows import Row
 from benchmarks.results import version_of
 
-# Names in Found, for a line of output.
 _WIDTH = 48
 
 
@@ -60,8 +59,8 @@ def main() -> None:
         kept[row.name] = Entry(found, speed_of)
         print(shown(row, kept[row.name]), flush=True)
     if not options.page:
-        versions = {"Python": sys.version.split()[0], "torch": version_of("torch")}
-        store(results, {**versions, "transformers": version_of("transformers")})
+        packages = {name: version_of(name) for name in ("torch", "transformers")}
+        store(results, {"Python": sys.version.split()[0], **packages})
     page.PAGE.write_text(page.page())
     print(f"written: {page.PAGE}")
 

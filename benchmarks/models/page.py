@@ -1,12 +1,11 @@
 """The tables of docs/models.md, written from the kept results."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.models.checks import RIGHT, WRONG
-from benchmarks.models.results import CHECKS, FILE, TABLES, Entry, load
+from benchmarks.models.results import CHECKS, TABLES, Entry, load, versions
 from benchmarks.page import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -24,7 +23,7 @@ def page() -> str:
         text = put(text, f"{name}: counts", counts(entries))
         text = put(text, name, rows(entries))
         text = put(text, f"{name}: reasons", reasons(entries))
-    return put(text, "versions", versions())
+    return put(text, "versions", measured_with())
 
 
 def put(text: str, name: str, content: str) -> str:
@@ -91,6 +90,7 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
 
 
-def versions() -> str:
-    kept = json.loads(FILE.read_text())["versions"] if FILE.exists() else {}
-    return "Measured with " + ", ".join(f"{name} {version}" for name, version in kept.items()) + "."
+def measured_with() -> str:
+    """Return a sentence with the versions of the packages."""
+    named = [f"{name} {version}" for name, version in versions().items()]
+    return f"Measured with {', '.join(named)}."

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.models import layers
 from benchmarks.models.architectures import FURTHER, NAMED, Architecture
@@ -42,13 +42,20 @@ def load(file: Path = FILE) -> dict[str, dict[str, Entry]]:
     }
 
 
-def store(tables: dict[str, dict[str, Entry]], versions: dict[str, Any], file: Path = FILE) -> None:
+def versions(file: Path = FILE) -> dict[str, str]:
+    """Return the versions of the packages that the results are of, by their names."""
+    if not file.exists():
+        return {}
+    return json.loads(file.read_text())["versions"]
+
+
+def store(tables: dict[str, dict[str, Entry]], of: dict[str, str], file: Path = FILE) -> None:
     """Keep entries in the order of the rows, without those of rows that are gone."""
     kept: dict[str, dict[str, Entry]] = {}
     for table, rows in TABLES.items():
         found = tables.get(table, {})
         kept[table] = {row.name: found[row.name] for row in rows if row.name in found}
-    file.write_text(json.dumps({"versions": versions, "tables": kept}, indent=1) + "\n")
+    file.write_text(json.dumps({"versions": of, "tables": kept}, indent=1) + "\n")
 
 
 def claims(found: Found) -> dict[str, bool]:
