@@ -74,7 +74,7 @@ def in_vmap() -> bool:
     """
     if _peek() is None:
         return False
-    return any([level.key() is _functorch.TransformType.Vmap for level in _functorch.get_interpreter_stack()])
+    return any([level.key() == _functorch.TransformType.Vmap for level in _functorch.get_interpreter_stack()])
 
 
 in_vmap._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -46,12 +46,6 @@ class Call(NamedTuple):
         """Return the parts of a call that decide whether a way can run it: all except the shapes."""
         return self.keep, self.dims, tuple([_static(x) for x in _data(self.args, self.kwargs)])
 
-    def requires_grad(self) -> bool:
-        """Return whether autograd would look into the call."""
-        if any([x.requires_grad for x in self.leaves]):
-            return True
-        return any([isinstance(x, Tensor) and x.requires_grad for x in _data(self.args, self.kwargs)])
-
     def autocast(self) -> bool:
         """Return whether autocast is on for a device of the call."""
         if not torch._C._is_any_autocast_enabled():  # pyright: ignore[reportAttributeAccessIssue]

@@ -7,21 +7,19 @@ is vmap, and the loop where vmap cannot run the forward; a trace is made on requ
 import traceback
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import signature
 from types import FunctionType
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Size, Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Size, Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tdfunc import random
 from tdfunc._jit import Jitted
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.context import in_transform, is_compiling, is_known, is_tracing
+from tdfunc.core.context import is_compiling, is_known, is_tracing
 from tdfunc.core.errors import UnsupportedError, as_count, brief, check_choice, error, explain, forward_line
 from tdfunc.core.generators import default_generators, foreign_states, refuse_draws
 from tdfunc.core.keys import Filter, FilterLike, dotted
@@ -51,7 +49,6 @@ _OWN_NAMES = ("buffers", "in_dims", "rng")
 # Kinds of calls that are remembered, and traces for each.
 _MOST_KINDS = 1024
 _MOST_TRACES = 64
-_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 # Their classes read no globals that change.
 _NOT_FOLLOWED = ("torch", "builtins")
 _RANDOM_IN_VMAP = "called random operation"
@@ -62,13 +59,6 @@ RULE = """The rule of how="auto", by the first line that applies:
   loop    vmap cannot run the forward (LSTM, .item(), data-dependent control flow): found by trying.
   vmap    otherwise.
 A trace is made on request: how="traced", or tdf.jit around the step."""
-
-
-class _Watched(TorchFunctionMode):
-    """A mode that changes nothing; torch takes no fast path where one is active."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 class Ensemble:
@@ -143,7 +133,6 @@ class Ensemble:
         self._jitted: dict[Hashable, Jitted[Any, Any]] = {}
         # Of buffers that a call drops.
         self._warned = False
-        self._has_attention = any(isinstance(m, _ATTENTION) for m in apply.module.modules())
 
     def __reduce__(self) -> Any:
         # Without its traces, which belong to this process.
@@ -414,8 +403,7 @@ class Ensemble:
         key_dim = None if call.keys is None else 0
         mapped_call = torch.vmap(member, in_dims=(call.lead, list(call.dims), key_dim), randomness="error")
         try:
-            with self._slow_attention(call):
-                tensors, new = mapped_call(call.leaves, flat, call.keys)
+            tensors, new = mapped_call(call.leaves, flat, call.keys)
         except RuntimeError as err:
             if _RANDOM_IN_VMAP in str(err):
                 raise _draw_error(call) from err
@@ -425,17 +413,6 @@ class Ensemble:
         mapped = iter(tensors)
         stacked = [next(mapped) if isinstance(part, Tensor) else part for part in parts]
         return tree_unflatten(stacked, structure), new
-
-    def _slow_attention(self, call: Call) -> AbstractContextManager[object]:
-        """Keep torch's attention from its fast kernels, which have no derivatives, where gradients are wanted.
-
-        It looks for them itself, but under vmap no tensor has `requires_grad`.
-        """
-        if not self._has_attention or is_compiling() or not torch.is_grad_enabled():
-            return nullcontext()
-        if in_transform() or call.requires_grad():
-            return _Watched()
-        return nullcontext()
 
     def _trace(self, call: Call) -> Result:
         key = (call.dims, call.keep, call.members, tuple(call.lead))

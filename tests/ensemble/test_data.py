@@ -181,8 +181,6 @@ ATTENTION = {
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-# torch says so where its kernel has no batching rule.
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_gradients_of_attention_in_evaluation_mode(name):
     """Gradients are the loop's where torch's fast kernels, which have no derivatives, are at hand."""
     make, n = ATTENTION[name]

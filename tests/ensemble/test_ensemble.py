@@ -38,8 +38,6 @@ MODELS = {
 }
 
 
-# The transformer's fast path in evaluation mode has no batching rule: torch loops inside its vmap, and says so.
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_the_loop_of_plain_modules(name, how, generator):

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import torch.nn.functional as F
-
-from tdfunc.modules.batching.rule import Rule, by_body
+from tdfunc.modules.batching import attention
+from tdfunc.modules.batching.rule import Rule
 
 RULES: dict[Any, Rule] = {
-    F.multi_head_attention_forward: by_body(F.multi_head_attention_forward),
+    **attention.RULES,
 }
