@@ -1,6 +1,6 @@
 """torch's default generators around one member's forward: watched for draws that no seed serves, or seeded.
 
-Attention and LSTM dropout draw from the default generator inside torch, where no generator can be given to them.
+nn.RReLU, for example, draws from the default generator inside torch, where no generator can be given to it.
 """
 
 from collections.abc import Callable, Sequence

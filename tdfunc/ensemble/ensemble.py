@@ -56,7 +56,7 @@ _OWN_DRAWS = 'draw by torch, under rng=; or use how="loop", where each member dr
 
 RULE = """The rule of how="auto", by the first line that applies:
   loop    there is one member, or autocast is on for a device of the call (torch's vmap of a linear layer drops it).
-  loop    vmap cannot run the forward (LSTM, .item(), data-dependent control flow): found by trying.
+  loop    vmap cannot run the forward (.item(), data-dependent control flow): found by trying.
   vmap    otherwise.
 A trace is made on request: how="traced", or tdf.jit around the step."""
 
@@ -490,7 +490,7 @@ def _no_key() -> UnsupportedError:
 
 def _past_key() -> UnsupportedError:
     return UnsupportedError(
-        "Ensemble: forward drew random numbers past its member's key (dropout inside an LSTM does).",
+        "Ensemble: forward drew random numbers past its member's key (nn.RReLU does).",
         expected="draws by torch's Python functions: F.dropout, torch.rand, ...",
         got="a draw from torch's default generator",
         hint='use how="loop", where each member runs under its own seed.',

@@ -23,6 +23,7 @@ from torch.utils import checkpoint
 
 from tdfunc import random
 from tdfunc.core.context import is_compiling, is_known, outside, require_values
+from tdfunc.modules.batching import recurrent
 from tdfunc.modules.batching.rule import by_body
 from tdfunc.random import splitmix
 from tdfunc.random.draws import standard_normal, unit
@@ -616,6 +617,7 @@ _SERVERS: dict[Any, Server] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _dropout),
     **dict.fromkeys(_ALPHA, _alpha_dropout),
     F.scaled_dot_product_attention: _attention,
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), recurrent.by_layers),
     torch.rand: _factory(unit),
     torch.randn: _factory(standard_normal),
     torch.rand_like: _like(_factory(unit)),

@@ -198,8 +198,6 @@ def test_an_ensemble_is_pickled_without_its_traces():
 # -- what vmap or a trace cannot run ----------------------------------------------------------------------------
 
 FALLBACKS = {
-    "lstm": (lambda: nn.LSTM(3, 4), "lstm"),
-    "gru": (lambda: nn.GRU(3, 4), "gru"),
     "item": (lambda: Returns(lambda y: y * y.sum().item()), "item"),
     "branch": (lambda: Returns(lambda y: y if y.sum() > 0 else -y), "data-dependent"),
     "average": (lambda: nn.BatchNorm1d(3, momentum=None), "item"),

@@ -122,7 +122,7 @@ MESSAGES = [
     (lambda: tdf.Ensemble(APPLY, shared="trunk.*")(TREE, X), tdf.FilterError, "'trunk.*' matches no leaf"),
     (lambda: tdf.Ensemble(APPLY, shared="bias")(TREE, X), tdf.LeafMismatchError, "'bias'", "(2,)", "(3, 2)"),
     (lambda: share_statistics(), tdf.UnsupportedError, "share buffers", "Filter('running_*')", "Kind.PARAMETER"),
-    (lambda: run([nn.LSTM(3, 4) for _ in range(3)], "vmap"), RuntimeError, "lstm"),
+    (lambda: run([Returns(lambda y: y * y.sum().item()) for _ in range(3)], "vmap"), RuntimeError, "item"),
     (lambda: run([Returns(torch.ones(2).add)] * 3, "traced"), tdf.CaptureError, "a tensor"),
     (lambda: tdf.Ensemble(APPLY, "traced")(TREE.apply(lambda x: x.clone().requires_grad_()), X), tdf.UnsupportedError,
      "requires grad"),

@@ -138,7 +138,7 @@ def test_old_weight_norm():
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.LSTMCell])
 def test_recurrent_layers(kind):
-    """torch.vmap has no rule for them; the ensemble runs the loop and warns."""
+    """torch.vmap has no rule for them; the ensemble runs rules of its own."""
     models = [kind(3, 4) for _ in range(2)]
     params, _ = stack_module_state(models)
     with pytest.raises(RuntimeError, match="Batching rule not implemented"):
@@ -149,7 +149,7 @@ def test_recurrent_layers(kind):
     theirs = [tree_leaves(model(X)) for model in models]
     for i, leaf in enumerate(ours):
         torch.testing.assert_close(leaf, torch.stack([outs[i] for outs in theirs]))
-    assert ensemble.plan().startswith("loop")
+    assert ensemble.plan().startswith("vmap")
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

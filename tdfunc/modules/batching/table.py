@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from tdfunc.modules.batching import attention
+from tdfunc.modules.batching import attention, recurrent
 from tdfunc.modules.batching.rule import Rule
 
 RULES: dict[Any, Rule] = {
     **attention.RULES,
+    **recurrent.RULES,
 }
