@@ -25,8 +25,8 @@ def ids() -> Inputs:
     return {"input_ids": torch.randint(4, VOCABULARY, (2, LENGTH))}
 
 
-def ids_without_cache() -> Inputs:
-    return {**ids(), "use_cache": False}
+def characters() -> Inputs:
+    return {"input_ids": torch.randint(4, VOCABULARY, (2, 16))}
 
 
 def ids_and_labels() -> Inputs:
@@ -307,8 +307,8 @@ FURTHER: list[Architecture] = [
     _of("RemBERT", "RemBertModel", "RemBertConfig", **ENCODER, input_embedding_size=8),
     _of("RoFormer", "RoFormerModel", "RoFormerConfig", **ENCODER, embedding_size=16),
     _of("ESM", "EsmModel", "EsmConfig", **ENCODER, pad_token_id=1, mask_token_id=3),
-    _of("CANINE", "CanineModel", "CanineConfig", **{name: value for name, value in ENCODER.items()
-        if name != "vocab_size"}, num_hash_buckets=16, num_hash_functions=2, local_transformer_stride=4),
+    _of("CANINE", "CanineModel", "CanineConfig", characters, **{name: value for name, value in ENCODER.items()
+        if name != "vocab_size"}, num_hash_buckets=16, num_hash_functions=2),
     _of("LayoutLM", "LayoutLMModel", "LayoutLMConfig", layout, **ENCODER, max_2d_position_embeddings=32),
     _of("Swin v2", "Swinv2Model", "Swinv2Config", images(), **SWIN),
     _of("ConvNeXt v2", "ConvNextV2Model", "ConvNextV2Config", images(32), hidden_sizes=[8, 16], depths=[1, 1],

@@ -17,6 +17,7 @@ from tdfunc._jit.cudagraphs import CudaGraphs
 from tdfunc._jit.environment import Environment
 from tdfunc._jit.graph import clean, draws
 from tdfunc._jit.pool import Pool
+from tdfunc._jit.reads import Read, ReadTree
 from tdfunc._jit.results import Build
 from tdfunc._jit.signature import (
     Arguments,
@@ -65,6 +66,16 @@ class _Program(NamedTuple):
     constants: nn.Module
     # Captured tensors, and what shows that they were written.
     captured: tuple[tuple[torch.Tensor, tuple[int, int]], ...]
+    # The values of its arguments that the function read, with their prints.
+    reads: list[tuple[Read, bytes]]
+
+    def holds(self, leaves: list[torch.Tensor]) -> bool:
+        """Return whether the function would read the same values of these leaves."""
+        return all([read.print_of(leaves) == found for read, found in self.reads])
+
+    def prints(self) -> tuple[bytes, ...]:
+        """Return the prints of the values that the function read."""
+        return tuple([found for _, found in self.reads])
 
 
 class Jitted(Generic[P, R]):
@@ -103,7 +114,7 @@ class Jitted(Generic[P, R]):
             return self._fn(*args, **kwargs)
         key, given = self._key(args, kwargs)
         last_key, guard, program = self._last
-        if last_key == key and guard(*given.leaves):
+        if last_key == key and guard(*given.leaves) and (not program.reads or program.holds(given.leaves)):
             self._hits += 1
         else:
             program = self._look_up(key, args, kwargs, given)
@@ -176,6 +187,8 @@ class Jitted(Generic[P, R]):
             self._last: tuple[Any, ...] = (None, None, None)
             # The recorded values of each number among the arguments.
             self._numbers: dict[str, set[float]] = {}
+            # By kind of call, for those that read values of their arguments.
+            self._reads: dict[Any, ReadTree] = {}
             self._hits = self._misses = 0
             # Calls past the number of records, which run the function itself.
             self._plain = 0
@@ -199,21 +212,19 @@ class Jitted(Generic[P, R]):
         """Return the record of a call, made now if there is none; None if there are too many, unless `always`."""
         # Lists compare without being copied, a dict needs a tuple.
         tensors = layouts(given.leaves)
-        hashable = (tuple(key[0]), *key[1:], tensors)
+        kind = (tuple(key[0]), *key[1:], tensors)
         with self._lock:
-            program = self._programs.get(hashable)
+            program = self._programs.get((self._prints(kind, given), *kind))
             if program is not None:
                 self._hits += 1
-                self._programs.move_to_end(hashable)
+                self._programs.move_to_end((program.prints(), *kind))
             elif always or self._may_record():
                 before = self._environment.snapshot()
                 program = self._trace(args, kwargs, given)
                 self._misses += 1
                 self._warn_of_numbers(args, kwargs)
                 key = (*key[:2], self._environment.settle(before).token, key[3])
-                self._programs[(tuple(key[0]), *key[1:], tensors)] = program
-                if len(self._programs) > self._cache_size:
-                    self._programs.popitem(last=False)
+                self._keep((tuple(key[0]), *key[1:], tensors), program)
             else:
                 self._plain += 1
                 if self._plain == 1:
@@ -221,6 +232,24 @@ class Jitted(Generic[P, R]):
                 return None
             self._last = (key, make_guard(given.leaves), program)
         return program
+
+    def _prints(self, kind: Any, given: Arguments) -> tuple[bytes, ...]:
+        """Return the prints of the values that calls of a kind read of their arguments, as far as they are known."""
+        # Kinds are long to hash, and few functions read values.
+        tree = self._reads.get(kind) if self._reads else None
+        if tree is None:
+            return ()
+        return tree.prints(given.leaves)
+
+    def _keep(self, kind: Any, program: _Program) -> None:
+        """Keep the record of a kind of calls, and the reads by which such calls find it."""
+        if program.reads:
+            tree = self._reads.setdefault(kind, ReadTree())
+            tree.add(program.reads)
+            self._warn_of_reads(tree, program)
+        self._programs[(program.prints(), *kind)] = program
+        if len(self._programs) > self._cache_size:
+            self._programs.popitem(last=False)
 
     def _may_record(self) -> bool:
         """Return whether another call may be recorded: one at each call would cost more than all replays save."""
@@ -254,6 +283,14 @@ class Jitted(Generic[P, R]):
                 hint = f"pass a tensor, which is recorded once: torch.tensor({number!r})."
                 warnings.warn(explain(message, hint=hint), stacklevel=4)
             values.add(number)
+
+    def _warn_of_reads(self, tree: ReadTree, program: _Program) -> None:
+        if tree.added != _MANY_VALUES + 1:
+            return
+        lines = list(dict.fromkeys([read.line for read, _ in program.reads]))
+        message = f"{self} reads values of its arguments, which have been {tree.added} kinds, each recorded anew."
+        hint = "use torch.where and masks instead of `if` and .item(), so that one record serves all values."
+        warnings.warn(explain(message, got="\n            ".join(lines[:_MAX_NAMED]), hint=hint), stacklevel=5)
 
     def _stale(self, tensor: torch.Tensor) -> CaptureError:
         return CaptureError(
@@ -301,7 +338,7 @@ class Jitted(Generic[P, R]):
         for node in graph.nodes:
             node.meta.clear()
         recorded.refuse_kept()
-        return _Program(run, recorded.build, recorded.trained, graph, constants, captured)
+        return _Program(run, recorded.build, recorded.trained, graph, constants, captured, recorded.reads)
 
 
 def _check_leaves(args: Any, kwargs: Any) -> None:

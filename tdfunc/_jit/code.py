@@ -326,7 +326,12 @@ class _Writer:
             sizes: Any = node.args[1]
             # Without sizes these are other methods.
             spread = ", ".join(map(repr, sizes)) or "()"
-            return f"{self.spell(node.args[0])}.{_SPREAD[target]}({spread})"
+            method = _SPREAD[target]
+            if method == "view" and not self._memory.is_written(node):
+                # A few fake kernels (batch norm, hardswish's derivative) have other strides than the kernels, which may
+                # have no view of this shape.
+                method = "reshape"
+            return f"{self.spell(node.args[0])}.{method}({spread})"
         index = _find_index(node)
         if index is None:
             return None

@@ -1,15 +1,48 @@
 """The memory of a recorded graph: when each storage is written and used, and which nodes share one."""
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from tdfunc._jit.tracing import written_by
 from tdfunc.core.memory import storage_id
 
+# Their schemas do not say that they update the running statistics: (index of the statistics, index of `training`, or
+# None if they always do). A test searches all schemas of torch for others.
+_aten = torch.ops.aten
+_HIDDEN_WRITES: dict[object, tuple[int, int | None]] = {
+    _aten.native_batch_norm: (3, 5),
+    _aten.cudnn_batch_norm: (3, 5),
+    _aten.miopen_batch_norm: (3, 5),
+    _aten._batch_norm_impl_index: (3, 5),
+    _aten.batch_norm_gather_stats: (3, None),
+    _aten.batch_norm_gather_stats_with_counts: (3, None),
+    _aten.batch_norm_update_stats: (1, None),
+}
 # Arguments may share memory, so they count as one storage.
 _ARGUMENTS = 0
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operation writes to (tensors, or nodes of a graph)."""
+    found: list[Any] = []
+    hidden = _HIDDEN_WRITES.get(getattr(func, "overloadpacket", None))
+    if hidden is not None and (hidden[1] is None or args[hidden[1]]):
+        found += [stat for stat in args[hidden[0] : hidden[0] + 2] if stat is not None]
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return found
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            if i < len(args):
+                value = args[i]
+            else:
+                value = kwargs.get(argument.name)
+            items = value if isinstance(value, (list, tuple)) else [value]
+            found += [item for item in items if item is not None]
+    return found
 
 
 def writes_of(node: fx.Node) -> list[fx.Node]:
@@ -68,10 +101,13 @@ class Memory:
             storage = self._merged[storage]
         return storage
 
+    def is_written(self, node: fx.Node) -> bool:
+        """Return whether anything writes to a node's memory."""
+        return any(map(self._writes.get, self.of(node)))
+
     def is_private(self, node: fx.Node) -> bool:
         """Return whether nothing writes to a node's memory, and no result shares it."""
-        own = self.of(node)
-        return not any(map(self._writes.get, own)) and own.isdisjoint(self._returned)
+        return not self.is_written(node) and self.of(node).isdisjoint(self._returned)
 
     def dies_at(self, value: fx.Node, node: fx.Node) -> bool:
         """Return whether nothing uses a value's memory after a node."""

@@ -30,28 +30,20 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+from tdfunc._jit.asked import answer_traced
 from tdfunc._jit.environment import Environment, contents, seeds_error
+from tdfunc._jit.memory import written_by
+from tdfunc._jit.reads import Read, make_read, serve
 from tdfunc._jit.results import Build, make_builder
 from tdfunc._jit.signature import refill
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.context import in_functorch, is_tracing
+from tdfunc.core.context import in_functorch, is_tracing, outside
 from tdfunc.core.errors import CaptureError, ImmutableError, LeafMismatchError, UnsupportedError, user_line
 from tdfunc.core.memory import storage_id
 from tdfunc.core.pytree import flatten_with_paths
 
 _READ_DEVICE = torch.ops.prim.device.default
-# Their schemas do not say that they update the running statistics: (index of the statistics, index of `training`, or
-# None if they always do). A test searches all schemas of torch for others.
-_aten = torch.ops.aten
-_HIDDEN_WRITES: dict[object, tuple[int, int | None]] = {
-    _aten.native_batch_norm: (3, 5),
-    _aten.cudnn_batch_norm: (3, 5),
-    _aten.miopen_batch_norm: (3, 5),
-    _aten._batch_norm_impl_index: (3, 5),
-    _aten.batch_norm_gather_stats: (3, None),
-    _aten.batch_norm_gather_stats_with_counts: (3, None),
-    _aten.batch_norm_update_stats: (1, None),
-}
+_READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 class Capture(NamedTuple):
@@ -83,6 +75,8 @@ class Trace(NamedTuple):
     captures: list[Capture]
     # Called when the graph has let go of its fake tensors: raises if one is alive.
     refuse_kept: Callable[[], None]
+    # The values of the arguments that the function read, with their prints.
+    reads: list[tuple[Read, bytes]]
 
 
 class Recorder(TorchDispatchMode):
@@ -94,6 +88,7 @@ class Recorder(TorchDispatchMode):
         names: The argument that each storage belongs to.
         find: A function that returns the path from the function to a captured object, or None.
         generators: The generators that the function can reach.
+        leaves: The real tensors among the arguments.
         deferred: True if `call` may be used; a compiler's backend could not read inside.
     """
 
@@ -104,11 +99,14 @@ class Recorder(TorchDispatchMode):
         names: dict[int, str],
         find: Callable[[object], str | None],
         generators: Iterable[torch.Generator],
+        leaves: list[Tensor],
         *,
         deferred: bool,
     ) -> None:
         super().__init__()
         self._tracer = tracer
+        self._leaves = leaves
+        self.reads: list[tuple[Read, bytes]] = []
         self._fake_mode = fake_mode
         self._names = names
         self._find = find
@@ -133,6 +131,10 @@ class Recorder(TorchDispatchMode):
         # Half of all calls: each read of a fake tensor's device is one.
         if func is _READ_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
+        if func is _READ_NUMBER:
+            value = self.read(args[0])
+            if value is not None:
+                return value.item()
         # `Guard` is there for the calls of the function, not for those that torch makes to run an operation.
         with torch._C.DisableTorchFunction():
             if func not in _LIFTS:
@@ -192,6 +194,21 @@ class Recorder(TorchDispatchMode):
         call.node.meta["val"] = [item.node.meta["val"]]
         self.made.append((weakref.ref(made), fn))
         return made
+
+    def read(self, tensor: Tensor) -> Tensor | None:
+        """Return the real value of a tensor that depends only on integers among the arguments; of others None."""
+        # Of a constant, torch's own tracer knows the value.
+        if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
+            return None
+        slot = proxy_tensor.get_proxy_slot(tensor, self._tracer, None)
+        if slot is None:
+            return None
+        read = make_read(slot.proxy.node, self._tracer.root, self._leaves, user_line())
+        if read is None:
+            return None
+        value, found = serve(read, self._leaves)
+        self.reads.append((read, found))
+        return value
 
     def is_given(self, tensor: Tensor) -> bool:
         """Return whether a tensor shares its memory with an argument or a captured tensor."""
@@ -298,9 +315,7 @@ class Guard(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _READS:
-            if not isinstance(args[0], FakeTensor):
-                raise self._recorder.capture_error(args[0])
-            raise ValueUsed(func)
+            return self._read(func, args, kwargs)
         if func == _SET_DATA:
             raise UnsupportedError(
                 "jit: the function assigns to .data, which a replay does not.",
@@ -317,6 +332,19 @@ class Guard(TorchFunctionMode):
         if func is F.one_hot:
             return _one_hot(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of a reader of values; raise if a replay could not repeat the read."""
+        tensor = args[0]
+        while _functorch.is_gradtrackingtensor(tensor):
+            tensor = _functorch.get_unwrapped(tensor)
+        if not isinstance(tensor, FakeTensor) and not _functorch.is_functorch_wrapped_tensor(tensor):
+            raise self._recorder.capture_error(tensor)
+        value = self._recorder.read(tensor)
+        if value is None:
+            raise ValueUsed(func)
+        with outside():
+            return func(value, *args[1:], **kwargs)
 
 
 def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
@@ -392,7 +420,7 @@ def trace(
     find = lambda value: name_of(value, environment, args, kwargs)  # noqa: E731
     reached = _walk(environment, args, kwargs)
     generators = dict.fromkeys(value for _, value in reached if isinstance(value, torch.Generator))
-    watch = Recorder(tracer, fake_mode, storages, find, generators, deferred=deferred)
+    watch = Recorder(tracer, fake_mode, storages, find, generators, leaves, deferred=deferred)
     watch.made += zip(map(weakref.ref, fakes), names, strict=True)
     guard = Guard(watch, dict(zip(map(id, fakes), names, strict=True)))
     proxy_mode = proxy_tensor.ProxyTorchDispatchMode(tracer, "fake")
@@ -401,7 +429,7 @@ def trace(
         _add_placeholders(tracer, fakes)
         fake_args, fake_kwargs = refill((args, kwargs), iter(fakes), nodes)
         try:
-            with watch, guard:
+            with watch, guard, answer_traced():
                 out = _run(fn, fake_args, fake_kwargs)
                 watch.refuse_seeds()
         except Exception as err:
@@ -417,7 +445,9 @@ def trace(
             raise watch.capture_error()
         tracer.graph.output(outputs)
     trained = tuple(i for i, tensor in enumerate(slots) if tensor.requires_grad and tensor.is_leaf)
-    return Trace(tracer.graph, tracer.root, build, trained, list(watch.captures.values()), watch.refuse_kept)
+    return Trace(
+        tracer.graph, tracer.root, build, trained, list(watch.captures.values()), watch.refuse_kept, watch.reads
+    )
 
 
 # Any: torch has no types for its tracer.
@@ -486,26 +516,6 @@ def _no_gradient(args: Any, kwargs: Any) -> LeafMismatchError:
         got=str(dtype).removeprefix("torch."),
         hint="params, buffers = tdf.split(tree) separates buffers; tdf.grad leaves integers out.",
     )
-
-
-def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an operation writes to (tensors, or nodes of a graph)."""
-    found: list[Any] = []
-    hidden = _HIDDEN_WRITES.get(getattr(func, "overloadpacket", None))
-    if hidden is not None and (hidden[1] is None or args[hidden[1]]):
-        found += [stat for stat in args[hidden[0] : hidden[0] + 2] if stat is not None]
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return found
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if i < len(args):
-                value = args[i]
-            else:
-                value = kwargs.get(argument.name)
-            items = value if isinstance(value, (list, tuple)) else [value]
-            found += [item for item in items if item is not None]
-    return found
 
 
 def named_leaves(args: tuple[Any, ...], kwargs: dict[str, Any], *kinds: type) -> list[tuple[str, Any]]:
