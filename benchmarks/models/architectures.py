@@ -230,7 +230,7 @@ NAMED: list[Architecture] = [
     _of("ConvNeXt", "ConvNextModel", "ConvNextConfig", images(32), hidden_sizes=[8, 16], depths=[1, 1], num_stages=2,
         layer_scale_init_value=0.5),
     _of("ResNet", "ResNetModel", "ResNetConfig", images(32), embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]),
-    _of("MobileNetV2", "MobileNetV2Model", "MobileNetV2Config", images(32), depth_multiplier=0.25),
+    _of("MobileNetV2", "MobileNetV2Model", "MobileNetV2Config", images(64), depth_multiplier=0.25),
     _of("RegNet", "RegNetModel", "RegNetConfig", images(32), embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1],
         groups_width=4),
     _of("PoolFormer", "PoolFormerModel", "PoolFormerConfig", images(32), hidden_sizes=[8, 16], depths=[1, 1],

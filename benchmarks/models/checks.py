@@ -15,11 +15,13 @@ from benchmarks.models.rows import Example, Row
 from tdfunc.modules.random import seeded
 
 MEMBERS, MEMBERS_TIMED = 3, 8
-STEPS, RATE = 2, 1e-4
+STEPS = 2
 RIGHT, WRONG = "right", "wrong"
 # Parts of torch's warnings about functions that its vmap runs one member after the other.
 _FALLBACK = ("performance drop", "batching rule")
-_ROUNDING = 1e-10
+# By dtype: how far numbers may differ, of themselves and absolutely, and a rate whose steps are well above that.
+_CLOSE = {torch.float64: (1e-5, 1e-10), torch.float32: (1e-3, 2e-6)}
+_RATES = {torch.float64: 1e-4, torch.float32: 1e-2}
 _LONGEST = 150
 _EFFORT = Effort(rounds=9, passes=1, round_s=0.002, longest_s=0.6)
 
@@ -49,6 +51,11 @@ class Case(NamedTuple):
     example: Example
     keys: Tensor
     draws: bool
+    dtype: torch.dtype
+
+    def rate(self) -> float:
+        """Return the learning rate."""
+        return _RATES[self.dtype]
 
 
 def check(row: Row) -> Found:
@@ -67,7 +74,7 @@ def check(row: Row) -> Found:
 
 def _check(row: Row) -> tuple[str, str, str, str, str, str]:
     try:
-        case = make_case(row)
+        case = make_case(row, MEMBERS, row.dtype)
     # A row may be refused with any error: it is what the page shows.
     except Exception as err:
         return (*[_text_of(err)] * 4, "", "")
@@ -79,7 +86,7 @@ def _check(row: Row) -> tuple[str, str, str, str, str, str]:
         way = ""
     gradient = _judge(lambda: _check_gradient(case))
     training = _judge(lambda: _check_training(case))
-    jit = _judge(lambda: _check_jit(case, row.example().to(torch.float64)))
+    jit = _judge(lambda: _check_jit(case, row.example().to(row.dtype)))
     return forward, gradient, training, jit, way, reason
 
 
@@ -106,7 +113,7 @@ def cut(text: str) -> str:
     return first if len(first) <= _LONGEST else first[:_LONGEST] + " ..."
 
 
-def make_case(row: Row, members: int = MEMBERS, dtype: torch.dtype = torch.float64) -> Case:
+def make_case(row: Row, members: int, dtype: torch.dtype) -> Case:
     models = [row.make().to(dtype).eval() for _ in range(members)]
     with torch.no_grad():
         for model in models:
@@ -115,7 +122,7 @@ def make_case(row: Row, members: int = MEMBERS, dtype: torch.dtype = torch.float
     params, buffers = tdf.split(tdf.stack_modules(models))
     # Trees of their own, since training changes the modules.
     keys = tdf.random.split(tdf.random.key(int(torch.randint(1 << 30, ()))), members)
-    return Case(models, apply, params.clone(), buffers.clone(), row.example().to(dtype), keys, row.draws)
+    return Case(models, apply, params.clone(), buffers.clone(), row.example().to(dtype), keys, row.draws, dtype)
 
 
 def _disturb(model: nn.Module) -> None:
@@ -165,10 +172,12 @@ def _check_forward(case: Case, ensemble: tdf.Ensemble) -> None:
         rng = case.keys if case.draws else None
         got = ensemble(case.params, *case.example.args, buffers=case.buffers, rng=rng, **case.example.kwargs)
         want = [_call(model, case, member) for member, model in enumerate(_copies(case))]
-    assert_outputs(got, want)
+    if any(tensor.isnan().any() for output in want for tensor in floats(output)):
+        raise ValueError("the module itself returns NaN, which shows nothing.")
+    _assert_outputs(got, want)
 
 
-def assert_outputs(stacked: Any, single: Sequence[Any]) -> None:
+def _assert_outputs(stacked: Any, single: Sequence[Any]) -> None:
     columns = zip(*map(floats, single), strict=True)
     _assert_equal(floats(stacked), [torch.stack(column) for column in columns])
 
@@ -176,8 +185,9 @@ def assert_outputs(stacked: Any, single: Sequence[Any]) -> None:
 def _assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
     """Raise unless tensors agree up to rounding, in float32 where a forward casts to it."""
     for one, other in zip(got, want, strict=True):
-        largest = float(other.detach().abs().max()) if other.numel() else 0.0
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * largest + _ROUNDING, equal_nan=True)
+        largest = float(other.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if other.numel() else 0.0
+        relative, rounding = _CLOSE.get(other.dtype, _CLOSE[torch.float32])
+        torch.testing.assert_close(one, other, rtol=relative, atol=0.1 * relative * largest + rounding, equal_nan=True)
 
 
 def _check_gradient(case: Case) -> None:
@@ -224,7 +234,7 @@ def make_step(case: Case) -> Callable[..., Any]:
             return loss_of_all(output), new
 
         grads, buffers = torch.func.grad(loss, has_aux=True)(params)
-        return params - grads * RATE, buffers
+        return params - grads * case.rate(), buffers
 
     return step
 
@@ -236,7 +246,7 @@ def _check_training(case: Case) -> None:
         params, buffers = step(params, buffers, case.keys, *case.example)
     for member, model in enumerate(_copies(case)):
         model.train()
-        optimizer = torch.optim.SGD(model.parameters(), RATE)
+        optimizer = torch.optim.SGD(model.parameters(), case.rate())
         for _ in range(STEPS):
             optimizer.zero_grad()
             loss_of(_call(model, case, member, keyed=True)).backward()
@@ -278,7 +288,7 @@ def speed(row: Row) -> float:
     case = make_case(row, MEMBERS_TIMED, torch.float32)
     step = tdf.jit(make_step(case))
     models = [model.train() for model in case.models]
-    optimizers = [torch.optim.SGD(model.parameters(), RATE) for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), case.rate()) for model in models]
 
     def stacked() -> None:
         step(case.params, case.buffers, case.keys, *case.example)

@@ -25,9 +25,13 @@ class Example(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A model: `make` returns one with new weights, `example` new arguments; `draws` if evaluation draws numbers."""
+    """A model: `make` returns one with new weights, `example` new arguments; `draws` if evaluation draws numbers.
+
+    `dtype` is float32 for a forward that float64 breaks.
+    """
 
     name: str
     make: Callable[[], nn.Module]
     example: Callable[[], Example]
     draws: bool = False
+    dtype: torch.dtype = torch.float64
