@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 VOCABULARY = 40
 LENGTH = 6
-# Any: tensors, and the numbers that a model takes.
+# Any: tensors and numbers, by the names of arguments.
 Inputs = dict[str, Any]
 
 
@@ -23,10 +23,6 @@ Inputs = dict[str, Any]
 def ids() -> Inputs:
     """Tokens without padding: 0 to 3 are special in most vocabularies."""
     return {"input_ids": torch.randint(4, VOCABULARY, (2, LENGTH))}
-
-
-def characters() -> Inputs:
-    return {"input_ids": torch.randint(4, VOCABULARY, (2, 16))}
 
 
 def ids_and_labels() -> Inputs:
@@ -111,7 +107,7 @@ def layout() -> Inputs:
 
 # -- configurations ---------------------------------------------------------------------------------------------
 
-ENCODER = {
+ENCODER: Inputs = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -119,8 +115,8 @@ ENCODER = {
     "intermediate_size": 24,
     "max_position_embeddings": 32,
 }
-DECODER = {**ENCODER, "num_key_value_heads": 2}
-SEQ2SEQ = {
+DECODER: Inputs = {**ENCODER, "num_key_value_heads": 2}
+SEQ2SEQ: Inputs = {
     "vocab_size": VOCABULARY,
     "d_model": 16,
     "encoder_layers": 1,
@@ -136,7 +132,7 @@ SEQ2SEQ = {
     "decoder_start_token_id": 2,
     "forced_eos_token_id": 2,
 }
-T5 = {
+T5: Inputs = {
     "vocab_size": VOCABULARY,
     "d_model": 16,
     "d_kv": 8,
@@ -145,7 +141,7 @@ T5 = {
     "num_heads": 2,
     "decoder_start_token_id": 0,
 }
-VISION = {
+VISION: Inputs = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -153,7 +149,7 @@ VISION = {
     "image_size": 16,
     "patch_size": 8,
 }
-AUDIO = {
+AUDIO: Inputs = {
     **{name: value for name, value in ENCODER.items() if name != "max_position_embeddings"},
     "conv_dim": (8, 8),
     "conv_stride": (2, 2),
@@ -163,7 +159,7 @@ AUDIO = {
     "num_conv_pos_embedding_groups": 2,
     "mask_time_prob": 0.0,
 }
-SERIES = {
+SERIES: Inputs = {
     "prediction_length": 4,
     "context_length": 8,
     "lags_sequence": [1, 2],
@@ -176,7 +172,14 @@ SERIES = {
     "encoder_ffn_dim": 24,
     "decoder_ffn_dim": 24,
 }
-SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 2}
+SWIN: Inputs = {
+    "image_size": 16,
+    "patch_size": 2,
+    "embed_dim": 8,
+    "depths": [1, 1],
+    "num_heads": [1, 2],
+    "window_size": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,8 @@ class Architecture:
     config_class: str
     config: dict[str, Any] = field(hash=False)
     inputs: Callable[[], Inputs] = ids
+    # Forward draws random numbers in eval mode, too.
+    draws: bool = False
 
     def make(self) -> nn.Module:
         """Return a fresh module of float64 numbers in eval mode."""
@@ -206,8 +211,16 @@ class Architecture:
         return module
 
 
-def _of(name: str, model: str, config_class: str, inputs: Callable[[], Inputs] = ids, **config: Any) -> Architecture:
-    return Architecture(name, model, config_class, config, inputs)
+def _of(
+    name: str,
+    model: str,
+    config_class: str,
+    inputs: Callable[[], Inputs] = ids,
+    *,
+    draws: bool = False,
+    **config: Any,
+) -> Architecture:
+    return Architecture(name, model, config_class, config, inputs, draws)
 
 
 NAMED: list[Architecture] = [
@@ -307,8 +320,7 @@ FURTHER: list[Architecture] = [
     _of("RemBERT", "RemBertModel", "RemBertConfig", **ENCODER, input_embedding_size=8),
     _of("RoFormer", "RoFormerModel", "RoFormerConfig", **ENCODER, embedding_size=16),
     _of("ESM", "EsmModel", "EsmConfig", **ENCODER, pad_token_id=1, mask_token_id=3),
-    _of("CANINE", "CanineModel", "CanineConfig", characters, **{name: value for name, value in ENCODER.items()
-        if name != "vocab_size"}, num_hash_buckets=16, num_hash_functions=2),
+    _of("Splinter", "SplinterModel", "SplinterConfig", **ENCODER, question_token_id=3),
     _of("LayoutLM", "LayoutLMModel", "LayoutLMConfig", layout, **ENCODER, max_2d_position_embeddings=32),
     _of("Swin v2", "Swinv2Model", "Swinv2Config", images(), **SWIN),
     _of("ConvNeXt v2", "ConvNextV2Model", "ConvNextV2Config", images(32), hidden_sizes=[8, 16], depths=[1, 1],
@@ -334,7 +346,7 @@ FURTHER: list[Architecture] = [
     _of("Speech2Text", "Speech2TextModel", "Speech2TextConfig", speech_to_text, **{**SEQ2SEQ,
         "input_feat_per_channel": 4, "num_conv_layers": 1, "conv_kernel_sizes": [3], "conv_channels": 8,
         "max_source_positions": 32, "max_target_positions": 32}),
-    _of("Informer", "InformerModel", "InformerConfig", series, **{**SERIES, "context_length": 12}),
+    _of("Informer", "InformerModel", "InformerConfig", series, draws=True, **{**SERIES, "context_length": 12}),
     _of("Decision transformer", "DecisionTransformerModel", "DecisionTransformerConfig", decisions, state_dim=5,
         act_dim=3, hidden_size=16, max_ep_len=8, n_layer=1, n_head=2, n_positions=32),
     _of("TimeSformer", "TimesformerModel", "TimesformerConfig", video(), **VISION, num_frames=2),

@@ -188,7 +188,7 @@ class Jitted(Generic[P, R]):
             # The recorded values of each number among the arguments.
             self._numbers: dict[str, set[float]] = {}
             # By kind of call, for those that read values of their arguments.
-            self._reads: dict[Any, ReadTree] = {}
+            self._trees: dict[Any, ReadTree] = {}
             self._hits = self._misses = 0
             # Calls past the number of records, which run the function itself.
             self._plain = 0
@@ -236,7 +236,7 @@ class Jitted(Generic[P, R]):
     def _prints(self, kind: Any, given: Arguments) -> tuple[bytes, ...]:
         """Return the prints of the values that calls of a kind read of their arguments, as far as they are known."""
         # Kinds are long to hash, and few functions read values.
-        tree = self._reads.get(kind) if self._reads else None
+        tree = self._trees.get(kind) if self._trees else None
         if tree is None:
             return ()
         return tree.prints(given.leaves)
@@ -244,7 +244,7 @@ class Jitted(Generic[P, R]):
     def _keep(self, kind: Any, program: _Program) -> None:
         """Keep the record of a kind of calls, and the reads by which such calls find it."""
         if program.reads:
-            tree = self._reads.setdefault(kind, ReadTree())
+            tree = self._trees.setdefault(kind, ReadTree())
             tree.add(program.reads)
             self._warn_of_reads(tree, program)
         self._programs[(program.prints(), *kind)] = program

@@ -11,6 +11,7 @@ from tdfunc._jit.signature import Contexts, note_description
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.objects import open_objects
 from tdfunc.core.pytree import flatten
 from tdfunc.core.walk import make_node_maker
 
@@ -79,6 +80,9 @@ def _make_node_builder(out: Any, slots: list[Tensor], nodes: dict[Any, int], whe
         children, context = node.flatten_fn(out)
         parts = list_parts(children)
         return lambda *given: node.unflatten_fn([part(*given) for part in parts], context)
+    opened = open_objects(out)
+    if opened is not out:
+        return _make_node_builder(opened, slots, nodes, where)
     raise UnsupportedError(
         f"jit: {where} of the function is an object that a replay cannot make again.",
         expected="tensors, trees, numbers, strings and containers of these",

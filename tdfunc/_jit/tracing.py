@@ -41,6 +41,7 @@ from tdfunc.core.context import in_functorch, is_tracing, outside
 from tdfunc.core.errors import CaptureError, ImmutableError, LeafMismatchError, UnsupportedError, user_line
 from tdfunc.core.memory import storage_id
 from tdfunc.core.pytree import flatten_with_paths
+from tdfunc.modules.functional import Apply
 
 _READ_DEVICE = torch.ops.prim.device.default
 _READ_NUMBER = torch.ops.aten._local_scalar_dense.default
@@ -87,6 +88,7 @@ class Recorder(TorchDispatchMode):
         fake_mode: The mode that makes the tensors in place of captured ones.
         names: The argument that each storage belongs to.
         find: A function that returns the path from the function to a captured object, or None.
+        list_constants: A function that returns the storages of the tensors that no call can change.
         generators: The generators that the function can reach.
         leaves: The real tensors among the arguments.
         deferred: True if `call` may be used; a compiler's backend could not read inside.
@@ -98,6 +100,7 @@ class Recorder(TorchDispatchMode):
         fake_mode: FakeTensorMode,
         names: dict[int, str],
         find: Callable[[object], str | None],
+        list_constants: Callable[[], set[int]],
         generators: Iterable[torch.Generator],
         leaves: list[Tensor],
         *,
@@ -110,10 +113,14 @@ class Recorder(TorchDispatchMode):
         self._fake_mode = fake_mode
         self._names = names
         self._find = find
+        self._list_constants = list_constants
         self.deferred = deferred
         self._is_strict = False
         # By identity; the tensors are kept, so their ids stay theirs.
         self.captures: dict[int, Capture] = {}
+        # Those that no call can change, each with the copy of it that the graph holds.
+        self.constants: dict[int, tuple[Tensor, Capture]] = {}
+        self._fixed: set[int] | None = None
         self._seed = torch.initial_seed()
         self._state = torch.get_rng_state()
         self._states: list[tuple[torch.Generator, Tensor, Tensor]] = []
@@ -207,7 +214,9 @@ class Recorder(TorchDispatchMode):
         if read is None:
             return None
         value, found = serve(read, self._leaves)
-        self.reads.append((read, found))
+        # What depends on no argument stays, and what was read before has the same value.
+        if read.places and read.code not in [known.code for known, _ in self.reads]:
+            self.reads.append((read, found))
         return value
 
     def is_given(self, tensor: Tensor) -> bool:
@@ -234,20 +243,40 @@ class Recorder(TorchDispatchMode):
         """Return the fake tensor in place of one from outside of the trace."""
         if isinstance(tensor, FakeTensor):
             return tensor
+        if id(tensor) in self.constants:
+            return self.constants[id(tensor)][1].fake
         found = self.captures.get(id(tensor))
         if found is None:
-            if self._is_strict or type(tensor) not in (Tensor, nn.Parameter):
+            name = ""
+            if type(tensor) is Tensor and self._is_constant(tensor):
+                name = self._find(tensor) or "a constant of a module"
+                found = self._hold(tensor, copied=True)
+                self.constants[id(tensor)] = tensor, found
+            elif self._is_strict or type(tensor) not in (Tensor, nn.Parameter):
                 raise self.capture_error(tensor)
-            name = f"_captured{len(self.captures)}"
-            with _disable_current_modes():
-                value = tensor.detach()
-                fake = self._fake_mode.from_tensor(value)
-            setattr(self._tracer.root, name, value)
-            proxy = self._tracer.create_proxy("get_attr", name, (), {})
-            proxy_tensor.track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
-            found = self.captures[id(tensor)] = Capture(tensor, fake, user_line(), state_of(tensor))
-            self._names[storage_id(fake)] = ""
+            else:
+                found = self.captures[id(tensor)] = self._hold(tensor)
+            self._names[storage_id(found.fake)] = name
         return found.fake
+
+    def _hold(self, tensor: Tensor, *, copied: bool = False) -> Capture:
+        """Make a tensor from outside, or a copy of it, part of the graph."""
+        name = f"_captured{len(self.captures) + len(self.constants)}"
+        with _disable_current_modes():
+            value = tensor.detach()
+            if copied:
+                tensor = value = value.clone()
+            fake = self._fake_mode.from_tensor(value)
+        setattr(self._tracer.root, name, value)
+        proxy = self._tracer.create_proxy("get_attr", name, (), {})
+        proxy_tensor.track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
+        return Capture(tensor, fake, user_line(), state_of(tensor))
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        """Return whether no call can change a tensor from outside of the trace."""
+        if self._fixed is None:
+            self._fixed = self._list_constants()
+        return storage_id(tensor) in self._fixed
 
     def capture_error(self, *more: Tensor) -> CaptureError:
         """Return the error that names the tensors from outside of the trace."""
@@ -420,7 +449,8 @@ def trace(
     find = lambda value: name_of(value, environment, args, kwargs)  # noqa: E731
     reached = _walk(environment, args, kwargs)
     generators = dict.fromkeys(value for _, value in reached if isinstance(value, torch.Generator))
-    watch = Recorder(tracer, fake_mode, storages, find, generators, leaves, deferred=deferred)
+    list_constants = lambda: _list_constants(_walk(environment, args, kwargs))  # noqa: E731
+    watch = Recorder(tracer, fake_mode, storages, find, list_constants, generators, leaves, deferred=deferred)
     watch.made += zip(map(weakref.ref, fakes), names, strict=True)
     guard = Guard(watch, dict(zip(map(id, fakes), names, strict=True)))
     proxy_mode = proxy_tensor.ProxyTorchDispatchMode(tracer, "fake")
@@ -445,9 +475,8 @@ def trace(
             raise watch.capture_error()
         tracer.graph.output(outputs)
     trained = tuple(i for i, tensor in enumerate(slots) if tensor.requires_grad and tensor.is_leaf)
-    return Trace(
-        tracer.graph, tracer.root, build, trained, list(watch.captures.values()), watch.refuse_kept, watch.reads
-    )
+    held = [*watch.captures.values(), *[one for _, one in watch.constants.values()]]
+    return Trace(tracer.graph, tracer.root, build, trained, held, watch.refuse_kept, watch.reads)
 
 
 # Any: torch has no types for its tracer.
@@ -563,6 +592,16 @@ def _walk(environment: Environment, args: tuple[Any, ...], kwargs: Mapping[str, 
             todo += _reachable(name, value)
 
 
+def _list_constants(reached: Iterable[tuple[str, object]]) -> set[int]:
+    """Return the storages of the tensors that the modules of pure functions hold in plain attributes."""
+    found: set[int] = set()
+    for _, value in reached:
+        if isinstance(value, Apply):
+            for _, constants in value.copies():
+                found.update(map(storage_id, constants))
+    return found
+
+
 def _is_same(value: object, target: object) -> bool:
     """Return whether a value is the target, or a tensor that shares its memory."""
     if isinstance(value, torch.Generator) and isinstance(target, torch.Generator):
@@ -578,8 +617,10 @@ def _reachable(name: str, value: Any) -> list[tuple[str, Any]]:
     """Return (name, value) of the parts of a value."""
     if isinstance(value, TensorCollection):
         return [(f"{name}[{'.'.join(path)!r}]", leaf) for path, leaf in iter_leaves(value)]
+    if isinstance(value, Apply):
+        return [(name, module) for module, _ in value.copies()]
     if isinstance(value, nn.Module):
-        named = [*value.named_parameters(), *value.named_buffers(), *vars(value).items()]
+        named = [*value.named_parameters(), *value.named_buffers(), *value.named_children(), *vars(value).items()]
         return [(f"{name}.{key}", item) for key, item in named]
     if isinstance(value, dict):
         return [(f"{name}[{key!r}]", item) for key, item in value.items()]

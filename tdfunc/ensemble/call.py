@@ -16,6 +16,7 @@ from tdfunc.core.collection import PLAIN, TensorCollection
 from tdfunc.core.context import in_transform, is_compiling
 from tdfunc.core.errors import BatchSizeError, UnsupportedError, brief, error
 from tdfunc.core.keys import Filter
+from tdfunc.core.objects import open_objects
 from tdfunc.core.types import Path
 from tdfunc.ops.base.reading import entries
 from tdfunc.random import key_of
@@ -260,7 +261,7 @@ def check_output(flat: list[Any]) -> None:
                 f"Ensemble: forward returned a {type(x).__name__}, whose tensors cannot be stacked.",
                 expected="tensors, trees, plain values, and containers known to torch's pytree",
                 got=f"{type(x).__module__}.{type(x).__qualname__}",
-                hint="return its tensors (Hugging Face models: use_cache=False), or register it as a pytree.",
+                hint="return its tensors, or register its class as a pytree.",
             )
 
 
@@ -270,7 +271,7 @@ def stack_outputs(outputs: Sequence[Any]) -> Any:
     Raises:
         UnsupportedError: Structures or values differ, or an output cannot be stacked.
     """
-    flats, specs = zip(*[tree_flatten(out) for out in outputs], strict=True)
+    flats, specs = zip(*[tree_flatten(open_objects(out)) for out in outputs], strict=True)
     check_output(flats[0])
     for member, (flat, spec) in enumerate(zip(flats, specs, strict=True)):
         if spec != specs[0]:

@@ -2,13 +2,14 @@
 
 import copy as copying
 import inspect
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Size, nn
+from torch import Size, Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
@@ -17,6 +18,7 @@ from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.generators import default_generators, refuse_draws
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorData
+from tdfunc.core.objects import open_objects
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.types import Kind, Path
 from tdfunc.core.walk import replace
@@ -70,6 +72,8 @@ class Apply:
         self._recomputes = is_recomputing(template)
         # The code that puts leaves into the slots of skeletons, by those slots.
         self._fillers: dict[Hashable, Straight] = {}
+        # All that are alive.
+        self._skeletons: list[weakref.ref[Skeleton]] = []
         # Dynamo and make_fx (torch 2.13) cannot trace a deep copy: one skeleton is ready, and compiled regions have
         # their own.
         self._pool = deque([self._new_skeleton()])
@@ -82,7 +86,10 @@ class Apply:
     def _new_skeleton(self) -> Skeleton:
         """Return another skeleton, the same in any call: none of the caller's modes reaches the copy."""
         with _alone():
-            return Skeleton(self._template, self._spec.order, self._spec.first, self._fillers)
+            new = Skeleton(self._template, self._spec.order, self._spec.first, self._fillers)
+        alive = [ref for ref in self._skeletons if ref() is not None]
+        self._skeletons = [*alive, weakref.ref(new)]
+        return new
 
     def __reduce__(self) -> Any:
         return Apply, (self._template, self._spec, self._reserved)
@@ -103,6 +110,14 @@ class Apply:
     def module(self) -> nn.Module:
         """The structure that is run, with poison in place of weights: for reading hyperparameters."""
         return self._template
+
+    def copies(self) -> list[tuple[nn.Module, list[Tensor]]]:
+        """Return the private copies that calls run on, each with its constants.
+
+        These are tensors in plain attributes. A copy whose constants were written is not used again.
+        """
+        skeletons = [ref() for ref in self._skeletons]
+        return [(skeleton.module, skeleton.constants()) for skeleton in skeletons if skeleton is not None]
 
     def train(self, mode: bool = True) -> "Apply":
         """Return an apply in which every submodule is in training mode, or with `mode=False` in evaluation mode."""
@@ -329,6 +344,8 @@ class Apply:
                 skeleton.bind(bound)
                 # Where a part runs again it writes its buffers again.
                 new = _clones(new)
+        if not compiling and in_functorch():
+            out = open_objects(out)
         return out, new, after
 
     def _check_complete(self, skeleton: Skeleton) -> None:

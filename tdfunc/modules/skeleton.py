@@ -328,8 +328,8 @@ class Skeleton:
     """One runnable copy: where each leaf goes, and how to leave it as it was before the call."""
 
     __slots__ = (
-        "_filler", "_modules_before", "_objects", "_places", "_poison", "_registered", "_stores", "_tables", "_vacant",
-        "is_ready", "lent", "module", "owners", "renormed", "targets",
+        "__weakref__", "_filler", "_modules_before", "_objects", "_places", "_poison", "_registered", "_stores",
+        "_tables", "_vacant", "is_ready", "lent", "module", "owners", "renormed", "targets",
     )  # fmt: skip
 
     def __init__(
@@ -395,6 +395,10 @@ class Skeleton:
     def has_hidden_writes(self) -> bool:
         """Return whether a call wrote attributes of torch's own modules, or constants past their version counters."""
         return self._tables.has_hidden_writes() or self._objects.has_hidden_writes()
+
+    def constants(self) -> list[Tensor]:
+        """Return the tensors in attributes, other than leaves."""
+        return self._objects.list_tensors()
 
     def find_made_parameter(self) -> str | None:
         """Return the name of a trainable parameter that forward registered where no leaf goes, or None."""
@@ -594,8 +598,11 @@ class _Objects:
 
     def has_hidden_writes(self) -> bool:
         """Return whether a call wrote tensors past their version counters."""
-        tensors = [x for x in self._constants if isinstance(x, Tensor)]
-        return not all(map(is_equal, tensors, self._originals))
+        return not all(map(is_equal, self.list_tensors(), self._originals))
+
+    def list_tensors(self) -> list[Tensor]:
+        """Return the tensors that are not leaves."""
+        return [x for x in self._constants if isinstance(x, Tensor)]
 
     def restore(self) -> bool:
         """Refill the containers that changed; return whether nothing else has changed and nothing else holds a part."""
