@@ -16,17 +16,17 @@ import torch
 
 from benchmarks.models import page
 from benchmarks.models.checks import RIGHT, check, speed
-from benchmarks.models.results import CHECKS, TABLES, Entry, load, store
+from benchmarks.models.results import CHECKS, TABLES, Entry, load, store, third_of
 from benchmarks.models.rows import Row
 from benchmarks.results import version_of
 
 _WIDTH = 48
 
 
-def chosen(tables: list[str], only: list[str]) -> Iterator[tuple[str, Row]]:
+def chosen(tables: list[str], only: list[str], thirds: list[int]) -> Iterator[tuple[str, Row]]:
     for table in tables:
         for row in TABLES[table]:
-            if not only or row.name in only:
+            if (not only or row.name in only) and third_of(row.name) in thirds:
                 yield table, row
 
 
@@ -45,17 +45,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
     parser.add_argument("--rows", choices=list(TABLES), nargs="*", default=list(TABLES), help="these tables")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="only these rows")
+    parser.add_argument("--third", type=int, choices=range(3), nargs="*", default=[0, 1, 2], help="only these thirds")
     parser.add_argument("--speed", action="store_true", help="measure the times as well")
     parser.add_argument("--page", action="store_true", help="only write the page")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = load()
-    for table, row in () if options.page else chosen(options.rows, options.only):
+    for table, row in () if options.page else chosen(options.rows, options.only, options.third):
         kept = results.setdefault(table, {})
         found = check(row)
         speed_of = kept[row.name].speed if row.name in kept else None
         if options.speed:
-            speed_of = round(speed(row), 1) if found.training == RIGHT else None
+            speed_of = round(speed(row), 1) if found.jit == RIGHT else None
         kept[row.name] = Entry(found, speed_of)
         print(shown(row, kept[row.name]), flush=True)
     if not options.page:

@@ -3,7 +3,6 @@
 A fixed third of the rows of torch.nn is fast, chosen by the checksums of their names; the others are slow.
 """
 
-import zlib
 from importlib.metadata import version
 
 import pytest
@@ -12,7 +11,7 @@ pytest.importorskip("transformers")
 
 from benchmarks.models import results
 from benchmarks.models.checks import RIGHT, WRONG, check
-from benchmarks.models.results import CHECKS, TABLES, claims
+from benchmarks.models.results import CHECKS, TABLES, claims, third_of
 
 KEPT = results.load()
 # A row of another table takes about a second, and its library as long to import.
@@ -21,7 +20,7 @@ FAST_TABLE = "torch.nn"
 
 def is_fast(table, name):
     """Whether a row is in the fast third."""
-    return table == FAST_TABLE and zlib.crc32(name.encode()) % 3 == 0
+    return table == FAST_TABLE and third_of(name) == 0
 
 
 def params(chosen):
