@@ -79,15 +79,24 @@ def _check(row: Row) -> tuple[str, str, str, str, str, str]:
     except Exception as err:
         return (*[_text_of(err)] * 4, "", "")
     ensemble = tdf.Ensemble(case.apply)
+    in_training = tdf.Ensemble(case.apply.train())
     forward = _judge(lambda: _check_forward(case, ensemble))
-    way, _, rest = ensemble.plan().splitlines()[0].partition(", ")
-    reason = cut(rest.partition(": ")[2]) if way == "loop" else ""
-    if forward != RIGHT:
-        way = ""
     gradient = _judge(lambda: _check_gradient(case))
-    training = _judge(lambda: _check_training(case))
+    training = _judge(lambda: _check_training(case, in_training))
+    way, reason = _way_of(ensemble, in_training)
+    if forward != RIGHT:
+        way = reason = ""
     jit = _judge(lambda: _check_jit(case, row.example().to(row.dtype)))
     return forward, gradient, training, jit, way, reason
+
+
+def _way_of(*ensembles: tdf.Ensemble) -> tuple[str, str]:
+    """Return how ensembles ran, and the reason if one of them was a loop."""
+    for ensemble in ensembles:
+        way, _, rest = ensemble.plan().splitlines()[0].partition(", ")
+        if way == "loop":
+            return way, cut(rest.partition(": ")[2])
+    return "vmap", ""
 
 
 def _judge(run: Callable[[], None]) -> str:
@@ -224,9 +233,9 @@ def _leaves(tree: Any) -> dict[str, Tensor]:
     return dict(tree.flatten_keys().items())
 
 
-def make_step(case: Case) -> Callable[..., Any]:
+def make_step(case: Case, training: tdf.Ensemble | None = None) -> Callable[..., Any]:
     """Return one step of gradient descent of all members in training mode, each with its key."""
-    training = tdf.Ensemble(case.apply.train())
+    training = training or tdf.Ensemble(case.apply.train())
 
     def step(params: Any, buffers: Any, keys: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def loss(params: Any) -> Any:
@@ -239,8 +248,8 @@ def make_step(case: Case) -> Callable[..., Any]:
     return step
 
 
-def _check_training(case: Case) -> None:
-    step = make_step(case)
+def _check_training(case: Case, training: tdf.Ensemble) -> None:
+    step = make_step(case, training)
     params, buffers = case.params, case.buffers
     for _ in range(STEPS):
         params, buffers = step(params, buffers, case.keys, *case.example)

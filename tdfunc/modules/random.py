@@ -24,6 +24,7 @@ from torch.utils import checkpoint
 from tdfunc import random
 from tdfunc.core.context import is_compiling, is_known, outside, require_values
 from tdfunc.modules.batching import recurrent
+from tdfunc.modules.batching.pooling import RANDOM_POOLS
 from tdfunc.modules.batching.rule import by_body
 from tdfunc.random import splitmix
 from tdfunc.random.draws import standard_normal, unit
@@ -375,6 +376,17 @@ def _alpha_dropout(
     return _dropout(mode, func, input, p, training, *rest, **kw)
 
 
+def _rrelu(
+    mode: seeded, func: Any, /, input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, training: bool = False,
+    inplace: bool = False,
+) -> Tensor:  # fmt: skip
+    if not training or lower > upper:
+        return func(input, lower, upper, training, inplace)
+    slopes = mode.draw(Draw(unit, tuple(input.shape), input.dtype, upper - lower, lower), input.device)
+    out = torch.where(input > 0, input, input * slopes)
+    return input.copy_(out) if inplace else out
+
+
 def _attention(
     mode: seeded, func: Any, /, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float | Tensor = 0.0, is_causal: bool = False, **options: Any,
@@ -618,6 +630,8 @@ _SERVERS: dict[Any, Server] = {
     **dict.fromkeys(_ALPHA, _alpha_dropout),
     F.scaled_dot_product_attention: _attention,
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), recurrent.by_layers),
+    F.rrelu: _rrelu,
+    **RANDOM_POOLS,
     torch.rand: _factory(unit),
     torch.randn: _factory(standard_normal),
     torch.rand_like: _like(_factory(unit)),

@@ -1,8 +1,9 @@
 """Attention: one call of torch's kernel for all members, which join the batch.
 
-The kernel computes each head of each example by itself, so a member gets the same bits as in a call of one model. B is
-the batch, H the number of heads, L the number of queries, S the number of keys. The kernel has no second derivatives and
-no forward mode; both come from the formula.
+The kernel computes each head of each example by itself, so a member gets the same bits as in a call of one model. The
+kernel has no second derivatives and no forward mode; both come from the formula.
+
+B is the batch, H the number of heads, L the number of queries, S the number of keys.
 """
 
 import functools
@@ -128,7 +129,7 @@ def _fold_mask(mask: Tensor | None, dim: int | None, members: int, batch: int) -
     return mask.expand(members, batch, *mask.shape[2:]).flatten(0, 1)
 
 
-# -- the formula ----------------------------------------------------------------------------------------------------
+# -- the formula ------------------------------------------------------------------------------------------------------
 
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor | None, options: Options) -> Tensor:
@@ -187,7 +188,7 @@ def _push(fn: Any, primals: tuple[Tensor, ...], tangents: tuple[Tensor | None, .
     return torch.func.jvp(fn, primals, tuple(full))[1]
 
 
-# -- the rule -------------------------------------------------------------------------------------------------------
+# -- the rule ---------------------------------------------------------------------------------------------------------
 
 
 def _attention(

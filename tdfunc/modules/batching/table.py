@@ -2,10 +2,16 @@
 
 from typing import Any
 
-from tdfunc.modules.batching import attention, recurrent
+from tdfunc.modules.batching import attention, embedding, indexing, linear, losses, pointwise, pooling, recurrent
 from tdfunc.modules.batching.rule import Rule
 
 RULES: dict[Any, Rule] = {
     **attention.RULES,
+    **embedding.RULES,
+    **indexing.RULES,
+    **linear.RULES,
+    **losses.RULES,
+    **pointwise.RULES,
+    **pooling.RULES,
     **recurrent.RULES,
 }
