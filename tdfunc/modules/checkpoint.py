@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from tdfunc.core.context import in_functorch, is_compiling, is_fake, is_random, is_recording
 from tdfunc.core.errors import UnsupportedError
+from tdfunc.modules.batching import Batching
 from tdfunc.modules.random import seeded
 
 # Tensors to tensors.
@@ -327,7 +328,7 @@ def _unserved(fault: str, tensor: Tensor) -> UnsupportedError:
 
 
 class _Surroundings:
-    """The generators, autocast, default device and key that a function runs under, to put them back for another run."""
+    """What a function runs under, for another run: generators, autocast, default device, key and rules of batching."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         kinds = {"cpu", *[t.device.type for t in tensors]} - {"meta"}
@@ -340,6 +341,7 @@ class _Surroundings:
         modes = _get_current_function_mode_stack()
         # The innermost, if there is one.
         self._default_device = [mode for mode in modes if isinstance(mode, DeviceContext)][-1:]
+        self._rules = [mode for mode in modes if isinstance(mode, Batching)][-1:]
         # The key may be of a transform: it is among the inputs of the second run.
         self.keys: list[Tensor] = []
         self._draws: int | None = None
@@ -368,6 +370,9 @@ class _Surroundings:
                 stack.enter_context(mode)
             if self._draws is not None:
                 stack.enter_context(seeded(keys[0], self._draws))
+            # The rules see a call first; their draws come to the key.
+            for mode in self._rules:
+                stack.enter_context(mode)
             yield
 
 

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 import tdfunc as tdf
 from tdfunc import random
+from tdfunc.modules.batching.recurrent import fold
 
 MEMBERS = 3
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN, "relu": lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k)}
@@ -295,6 +296,95 @@ def test_members_of_lstms_equal_their_modules_to_the_last_bit():
     found = [*tree_leaves(tdf.Ensemble(apply, "vmap")(params, x)), *grads_of(apply, params, x)]
     want = [*loop(models, x), *loop_grads(models, x)]
     assert [torch.equal(a, b) for a, b in zip(found, want, strict=True)] == [True] * len(want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_of_a_member_do_not_depend_on_the_others(kind, dtype):
+    """Outputs and gradients of two members are the same to the last bit among many."""
+    models = [KINDS[kind](3, 16, dtype=dtype) for _ in range(9)]
+    apply, params = stacked(models)
+    x = torch.randn(6, 8, 3, dtype=dtype)
+
+    def run(params):
+        return torch.vmap(torch.func.grad_and_value(lambda p: total(apply(p, x))))(params)
+
+    (few, few_out), (many, many_out) = run(params[:2]), run(params)
+    assert torch.equal(few_out, many_out[:2])
+    assert tdf.tree_equal(few, many[:2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_members_run_in_blocks(kind, monkeypatch):
+    """More members than one block of a kernel holds: outputs, gradients, and rows of a Jacobian."""
+    models = make(kind)
+    apply, params = stacked(models)
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+
+    def run():
+        rows = torch.vmap(torch.func.jacrev(lambda x, p: apply(p, x)[0][-1]), (None, 0))(x, params)
+        return [*tree_leaves(tdf.Ensemble(apply, "vmap")(params, x)), *grads_of(apply, params, x), rows]
+
+    want = run()
+    monkeypatch.setattr(fold, "_BLOCK_BYTES", 1)
+    torch.testing.assert_close(run(), want, rtol=1e-10, atol=1e-10)
+
+
+def test_an_lstm_without_onednn():
+    """Where oneDNN is turned off, the product of all members runs in float32."""
+    models = make("lstm", "both directions", dtype=torch.float32)
+    apply, params = stacked(models)
+    x = torch.randn(5, 2, 3)
+    enabled = torch.backends.mkldnn.enabled
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        found = grads_of(apply, params, x)
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+    torch.testing.assert_close(found, loop_grads(models, x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_derivatives_of_the_leaves(kind):
+    """A gradient of a gradient by `torch.autograd`, without torch.func, equals that of the modules in float64."""
+    models = make(kind, dtype=torch.float32)
+    apply, params = stacked(models)
+    params = params.apply(lambda p: p.detach().requires_grad_())
+    x = torch.randn(5, 2, 3)
+
+    def twice(out, leaves):
+        grads = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum([grad.square().sum() for grad in grads]), leaves)
+
+    got = [leaf.double() for leaf in twice(tdf.Ensemble(apply, "vmap")(params, x)[0], leaves_of(params))]
+    exact = [model.double() for model in models]
+    wanted = [twice(model(x.double())[0], list(model.parameters())) for model in exact]
+    torch.testing.assert_close(got, [torch.stack(leaves) for leaves in zip(*wanted, strict=True)], rtol=1e-4, atol=1e-4)
+
+
+class Checkpointed(nn.Module):
+    """An LSTM whose forward runs again for the gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(3, 4, 2, dropout=0.5)
+
+    def forward(self, x):
+        return tdf.checkpoint(lambda x: self.layer(x)[0])(x)
+
+
+def test_activation_checkpointing():
+    """The second run of a checkpoint, which comes after forward, has the rules of the first, and its masks."""
+    models = [Checkpointed() for _ in range(MEMBERS)]
+    apply, params = stacked(models)
+    plain, _ = stacked([model.layer for model in models])
+    x = torch.randn(5, 2, 3)
+    keys = random.split(random.key(0), MEMBERS)
+
+    got = torch.vmap(torch.func.grad(lambda p, key: total(apply(p, x, rng=key))))(params, keys)
+    want = torch.vmap(torch.func.grad(lambda p, key: total(plain(p, x, rng=key)[0])))(params["layer"], keys)
+    assert tdf.tree_equal(got["layer"], want)
 
 
 # -- dropout between layers -----------------------------------------------------------------------------------------

@@ -204,7 +204,8 @@ def run_layer(
         weights: Two or four weights, in torch's order.
         reverse: Begin with the last time.
     """
-    given = (x, *state, *weights)
+    # A shared input is made contiguous once for all members.
+    given = (x.contiguous(), *state, *weights)
     saves = torch.is_grad_enabled() and takes_gradient(*given)
     plan = _Plan(kernel, len(state), len(weights), reverse, saves)
     out, *last = [y.squeeze(0) for y in _Layer.apply(plan, *[tensor.unsqueeze(0) for tensor in given])[: plan.made]]
