@@ -24,6 +24,7 @@ Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype, int]
 _FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _choose: Any = torch._fused_sdp_choice  # pyright: ignore[reportPrivateImportUsage]
+_unfused = torch.ops.aten._scaled_dot_product_attention_math
 _FLASH = 1
 
 
@@ -198,9 +199,12 @@ def _attention(
     mask = attn_mask
     fits = isinstance(dropout_p, float) and dropout_p == 0.0 and query.device.type == "cpu"
     fits = fits and is_batched(query, key, value, mask)
-    # torch takes the fused kernel for no mask that is trained.
-    if not fits or (mask is not None and takes_gradient(mask)):
+    if not fits:
         return func(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    # The fused kernel has no gradient for a mask. torch takes the other one for a mask that is trained, but does not
+    # see that where the gradient is taken outside of the vmap.
+    if mask is not None and takes_gradient(mask):
+        return _unfused(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     kinds = [None if x is None else _kind(x) for x in (query, key, value, mask)]
     if not _takes_flash(*kinds, is_causal, enable_gqa, torch.backends.cuda.flash_sdp_enabled()):
         return func(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -122,7 +122,22 @@ def _affine_grid(mode: TorchFunctionMode, func: Any, /, theta: Tensor, size: Any
     return (places.flatten(0, -2) @ theta.mT).unflatten(1, places.shape[:-1])
 
 
+# -- averages of whole images ------------------------------------------------------------------------------------------
+
+
+def _average(dims: int, input: Tensor, output_size: Any) -> Any:
+    """The mean, as torch computes it; for memory with the channels last, torch then writes the strides in place."""
+    sizes = [output_size] * dims if isinstance(output_size, int) else list(output_size)
+    if sizes != [1] * dims or input.dim() not in (dims + 1, dims + 2):
+        return NotImplemented
+    return input.mean(tuple(range(-dims, 0)), keepdim=True)
+
+
 RULES: dict[Any, Rule] = {
+    **{
+        function: where_batched(functools.partial(_average, dims))
+        for dims, function in enumerate((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), 1)
+    },
     F.max_unpool1d: by_body(F.max_unpool1d),
     F.max_unpool2d: by_body(F.max_unpool2d),
     F.max_unpool3d: by_body(F.max_unpool3d),
