@@ -10,7 +10,7 @@ import tdfunc as tdf
 from tdfunc.lora import Lora
 from tests.lora.layers import EMBEDDINGS, MODULES, NO_BIAS, Largest, trained
 
-pytestmark = [pytest.mark.sample(4), pytest.mark.filterwarnings("ignore:There is a performance drop")]
+pytestmark = pytest.mark.sample(4)
 OPTIONS = {
     "plain": {},
     "rslora": {"rslora": True, "alpha": 3.0},

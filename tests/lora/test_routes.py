@@ -10,7 +10,7 @@ import tdfunc as tdf
 from tdfunc.lora import Lora
 from tests.lora.layers import MODULES, NO_BIAS, trained
 
-pytestmark = [pytest.mark.sample(7), pytest.mark.filterwarnings("ignore:There is a performance drop")]
+pytestmark = pytest.mark.sample(7)
 OPTIONS = {
     "plain": {},
     "rslora": {"rslora": True, "alpha": 3.0},

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import _reduction
 
-from tdfunc.core.context import require_values
+from tdfunc.core.context import is_recording, require_values
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.modules.batching.fold import by_decomposition, fold, reduce, to_front, unfold, where_batched
 from tdfunc.modules.batching.rule import Rule, by_body
@@ -24,6 +24,44 @@ _NN: Any = vars(torch._C)["_nn"]
 # -- connectionist temporal classification ----------------------------------------------------------------------------
 
 
+# A trace has no values, by which torch's kernels size the notes: it records these operations, which make no notes.
+_library = torch.library.Library("tdfunc", "FRAGMENT")
+_ARGUMENTS = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero"
+_library.define(f"ctc_loss({_ARGUMENTS}) -> Tensor")
+_library.define(f"ctc_loss_backward(Tensor grad, {_ARGUMENTS}) -> Tensor")
+
+
+def _losses(*args: Any) -> Tensor:
+    return _ATEN._ctc_loss.Tensor(*args)[0]
+
+
+def _gradient(grad: Tensor, *args: Any) -> Tensor:
+    losses, notes = _ATEN._ctc_loss.Tensor(*args)
+    *kernel_args, blank, zero_infinity = args
+    return _ATEN._ctc_loss_backward.Tensor(grad, *kernel_args, losses, notes, blank, zero_infinity)
+
+
+def _like_losses(log_probs: Tensor, *args: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.shape[1])
+
+
+def _like_gradient(grad: Tensor, log_probs: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+_library.impl("ctc_loss", _losses, "CPU")
+_library.impl("ctc_loss_backward", _gradient, "CPU")
+_library.impl("ctc_loss", _like_losses, "Meta")
+_library.impl("ctc_loss_backward", _like_gradient, "Meta")
+_OWN: Any = torch.ops.tdfunc
+
+
+def _recorded(log_probs: Tensor, targets: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """Return the arguments of the recorded operations, which take lengths as tensors."""
+    *lengths, blank, zero_infinity = rest
+    return log_probs, targets, *map(torch.as_tensor, lengths), blank, zero_infinity
+
+
 class _CTC(torch.autograd.Function):
     """torch's kernel: `(log_probs (T, N, C), targets, input and target lengths, blank, zero_infinity)`.
 
@@ -32,6 +70,8 @@ class _CTC(torch.autograd.Function):
 
     @staticmethod
     def forward(log_probs: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        if is_recording():
+            return _OWN.ctc_loss(*_recorded(log_probs, *args)), log_probs.new_empty(0)
         return _ATEN._ctc_loss(log_probs, *args)
 
     @staticmethod
@@ -67,8 +107,11 @@ class _CTCBackward(torch.autograd.Function):
     """The kernel of the gradient, which has none itself."""
 
     @staticmethod
-    def forward(*args: Any) -> Tensor:
-        return _ATEN._ctc_loss_backward(*args)
+    def forward(grad: Tensor, *args: Any) -> Tensor:
+        if is_recording():
+            *given, _, _, blank, zero_infinity = args
+            return _OWN.ctc_loss_backward(grad, *_recorded(*given, blank, zero_infinity))
+        return _ATEN._ctc_loss_backward(grad, *args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -97,6 +97,24 @@ RANDOM_POOLS: dict[Any, Rule] = {
 }
 
 
+# -- averages of whole images -----------------------------------------------------------------------------------------
+
+
+def _average(n: int) -> Rule:
+    """Return the rule of an average of n dimensions: torch's own for an output of one number sets strides by a method.
+
+    The method has no batching rule.
+    """
+
+    def run(mode: TorchFunctionMode, func: Any, /, input: Tensor, output_size: Any) -> Tensor:
+        sizes = (output_size,) if isinstance(output_size, int) else tuple(output_size)
+        if set(sizes) != {1} or input.dim() not in (n + 1, n + 2) or not is_batched(input):
+            return func(input, output_size)
+        return input.mean(tuple(range(-n, 0)), keepdim=True)
+
+    return run
+
+
 # -- resampling -------------------------------------------------------------------------------------------------------
 
 
@@ -146,6 +164,9 @@ RULES: dict[Any, Rule] = {
     **RANDOM_POOLS,
     _NN.fractional_max_pool2d: where_batched(functools.partial(_random_pool, _NN.fractional_max_pool2d, 2)),
     _NN.fractional_max_pool3d: where_batched(functools.partial(_random_pool, _NN.fractional_max_pool3d, 3)),
+    F.adaptive_avg_pool1d: _average(1),
+    F.adaptive_avg_pool2d: _average(2),
+    F.adaptive_avg_pool3d: _average(3),
     F.interpolate: _interpolate,
     F.affine_grid: _affine_grid,
 }

@@ -2,12 +2,23 @@
 
 from typing import Any
 
-from tdfunc.modules.batching import attention, embedding, indexing, linear, losses, pointwise, pooling, recurrent
+from tdfunc.modules.batching import (
+    attention,
+    embedding,
+    grouped,
+    indexing,
+    linear,
+    losses,
+    pointwise,
+    pooling,
+    recurrent,
+)
 from tdfunc.modules.batching.rule import Rule
 
 RULES: dict[Any, Rule] = {
     **attention.RULES,
     **embedding.RULES,
+    **grouped.RULES,
     **indexing.RULES,
     **linear.RULES,
     **losses.RULES,

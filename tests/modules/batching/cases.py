@@ -78,7 +78,7 @@ def of_classes(targets, in_lengths, target_lengths, shape=(7, 2, 5), dims=(0,), 
     def fn(scores):
         return F.ctc_loss(scores.log_softmax(-1), targets, in_lengths, target_lengths, **options)
 
-    return Case(fn, (random(*shape),), dims, second=False, forward=False, recorded=False)
+    return Case(fn, (random(*shape),), dims, second=False, forward=False)
 
 
 def unpool(n):

@@ -294,3 +294,80 @@ def test_what_members_share_is_computed_once():
         got = vmap(lambda x: F.embedding_bag(IDS, torch.eye(6)) + x)(torch.zeros(2, 2, 6))
 
     torch.testing.assert_close(got[0], F.embedding_bag(IDS, torch.eye(6)))
+
+
+ENDS = torch.tensor([2, 2, 6], dtype=torch.int32)
+ENDS_OF_MEMBERS = torch.tensor([[2, 2, 6], [1, 3, 6], [0, 6, 6]], dtype=torch.int32)
+
+
+def grouped(rows, matrices, ends):
+    """Rows times the matrices of their groups."""
+    return F.grouped_mm(rows, matrices, offs=ends)
+
+
+def grouped_by_rule(*args):
+    """The same by the rule."""
+    with Batching():
+        return grouped(*args)
+
+
+@pytest.mark.parametrize("ends", [ENDS, ENDS_OF_MEMBERS], ids=["shared", "each"])
+@pytest.mark.parametrize("dims", [(0, 0), (None, 0), (0, None)])
+def test_groups_of_rows(dims, ends):
+    """The experts of all members are one call, with the bits of each member's own, and its gradients."""
+    rows_of = torch.randn(*[MEMBERS] * (dims[0] == 0), 6, 4)
+    matrices = torch.randn(*[MEMBERS] * (dims[1] == 0), 3, 4, 8)
+    dims = (*dims, 0 if ends.dim() == 2 else None)
+    args = (rows_of, matrices, ends)
+
+    def gradients(fn):
+        return lambda *args: grad(lambda r, m: fn(r, m, args[2]).square().sum(), (0, 1))(*args[:2])
+
+    got = vmap(gradients(grouped_by_rule), dims)(*args)
+    alone = [[x if d is None else x[i] for x, d in zip(args, dims, strict=True)] for i in range(MEMBERS)]
+    want = [torch.stack(parts) for parts in zip(*[gradients(grouped)(*each) for each in alone], strict=True)]
+    torch.testing.assert_close(list(got), want, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_behind_the_last_group_are_in_none():
+    """They would be the first rows of the next member."""
+    rows_of, matrices = torch.randn(MEMBERS, 6, 4), torch.randn(MEMBERS, 2, 4, 8)
+    ends = torch.tensor([1, 4], dtype=torch.int32)
+
+    def of_matrices(fn):
+        return grad(lambda m, r: fn(r, m, ends)[:4].square().sum())
+
+    got = vmap(of_matrices(grouped_by_rule))(matrices, rows_of)
+    torch.testing.assert_close(
+        got, torch.stack([of_matrices(grouped)(*each) for each in zip(matrices, rows_of, strict=True)])
+    )
+
+
+def test_second_derivatives_of_groups():
+    """Both products are differentiated by each other."""
+    rows_of, matrices = torch.randn(MEMBERS, 6, 4), torch.randn(MEMBERS, 3, 4, 8)
+
+    def norm(fn):
+        first = grad(lambda m, r: fn(r, m, ENDS).sin().sum())
+        return grad(lambda m, r: first(m, r).square().sum())
+
+    def by_loops(rows, matrices, ends):
+        starts = [0, *ends.tolist()[:-1]]
+        return torch.cat([rows[a:b] @ m for a, b, m in zip(starts, ends.tolist(), matrices, strict=True)])
+
+    got = vmap(norm(grouped_by_rule))(matrices, rows_of)
+    want = [norm(by_loops)(*each) for each in zip(matrices, rows_of, strict=True)]
+    torch.testing.assert_close(got, torch.stack(want), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_averages_of_whole_images(n):
+    """Of channels that come last in memory, torch's average sets strides by a method without a batching rule."""
+    x = random(2, *(5,) * n, 3).movedim(-1, 2)
+    pool = getattr(F, f"adaptive_avg_pool{n}d")
+
+    def by_rule(x):
+        with Batching():
+            return pool(x, 1)
+
+    torch.testing.assert_close(vmap(by_rule)(x), torch.stack([pool(each, 1) for each in x]), **TIGHT)
