@@ -145,7 +145,7 @@ def cross_entropy(y: Any, t: Any) -> Any:
 def data_of(model: str, width: int | None = None) -> tuple[Any, Any]:
     a, b = random.split(random.key(1))
     if width is not None:
-        shape = (BATCH, 16) if model == "mlp" else (BATCH, TOKENS, width)
+        shape = {"mlp": (BATCH, 16), "transformer": (BATCH, TOKENS, width)}.get(model, (BATCH, 24, 4))
         return random.normal(a, shape), random.randint(b, (BATCH,), 0, CLASSES)
     if model == "mlp":
         return random.normal(a, (BATCH, 16)), random.normal(b, (BATCH, 1))
@@ -268,7 +268,29 @@ class Transformer(eqx.Module):
         return self.head(x.mean(0)), state
 
 
-MODULES = {"mlp": Mlp, "cnn": Cnn, "transformer": Transformer}
+class Recurrent(eqx.Module):
+    cell: Any
+    head: eqx.nn.Linear
+
+    def __init__(self, kind: Any, key: Any, rate: float, width: int | None = None) -> None:
+        assert width is not None
+        a, b = random.split(key)
+        self.cell, self.head = kind(4, width, key=a), eqx.nn.Linear(width, CLASSES, key=b)
+
+    def __call__(self, x: Any, state: Any, key: Any) -> Any:
+        zeros = jnp.zeros(self.cell.hidden_size)
+        first = (zeros, zeros) if isinstance(self.cell, eqx.nn.LSTMCell) else zeros
+        last, _ = lax.scan(lambda now, one: (self.cell(one, now), None), first, x)
+        return self.head(last[0] if isinstance(last, tuple) else last), state
+
+
+MODULES = {
+    "mlp": Mlp,
+    "cnn": Cnn,
+    "transformer": Transformer,
+    "lstm": partial(Recurrent, eqx.nn.LSTMCell),
+    "gru": partial(Recurrent, eqx.nn.GRUCell),
+}
 
 
 def make_equinox(model: str, members: int, rate: float, width: int | None = None) -> Step:

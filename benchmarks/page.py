@@ -21,7 +21,7 @@ PAGES = {
     "benchmarks_training.md": ("training", ("training", "first_calls")),
     "benchmarks_ensembles.md": (
         "ensembles and language models",
-        ("widths", "ensembles", "optimizers", "lora", "llm", "compiled", "gpus"),
+        ("widths", "recurrent", "ensembles", "optimizers", "lora", "llm", "compiled", "gpus"),
     ),
     "benchmarks_files.md": ("files and processes", ("storage", "async", "gather", "map", "messages", "memory")),
     "benchmarks_slower.md": ("where tdfunc is slower", ("slower",)),

@@ -88,5 +88,17 @@ class Encoder(nn.Module):
         return self.head(self.encoder(x).mean(1))
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer, and a linear one on its last output."""
+
+    def __init__(self, kind: str, width: int) -> None:
+        super().__init__()
+        self.layer = getattr(nn, kind)(4, width, batch_first=True)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0][:, -1])
+
+
 def leaves_of(module: nn.Module) -> int:
     return len(list(module.parameters())) + len(list(module.buffers()))
