@@ -5,36 +5,32 @@ a copy of a subclass that the pytree knows; the object's own class stays as it i
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
+_HOLE = object()
+# The subclass of each class; None where an object cannot be made of its attributes.
+_subclasses: dict[type, type | None] = {}
+
+
+class _ClosedError(Exception):
+    """An object holds tensors in other ways than attributes, lists, tuples and dicts, or leads back to itself."""
+
+
 # Any: attributes are of every type, here and below.
-_opened: dict[type, type | None] = {}
-
-
-class _Hole:
-    """Stands for a tensor among the values that an object holds."""
-
-
-_HOLE = _Hole()
-
-
 class _Frame:
-    """Everything about an object except its tensors."""
+    """An object without its tensors: its class, and its attributes with holes."""
 
-    def __init__(self, kind: type, spec: torch_pytree.TreeSpec, values: list[Any]) -> None:
+    def __init__(self, kind: type, attributes: dict[str, Any]) -> None:
         self.kind = kind
-        self.spec = spec
-        self.values = values
+        self.attributes = attributes
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Frame) or (self.kind, self.spec) != (other.kind, other.spec):
-            return False
-        return all([a is b or (type(a) is type(b) and a == b) for a, b in zip(self.values, other.values, strict=True)])
+        return isinstance(other, _Frame) and self.kind is other.kind and self.attributes == other.attributes
 
     def __hash__(self) -> int:
         return hash(self.kind)
@@ -43,50 +39,48 @@ class _Frame:
         return self.kind.__name__
 
 
-def is_cache(value: object) -> bool:
-    """Return whether an object is a cache of transformers."""
-    module = sys.modules.get("transformers.cache_utils")
-    return module is not None and isinstance(value, module.Cache)
+class _Filled:
+    """A frame with other values than tensors in its holes: torch fills in dimensions, to count leaves."""
+
+    def __init__(self, values: list[Any], frame: _Frame) -> None:
+        self.values = values
+        self.frame = frame
 
 
 def open_objects(out: Any) -> Any:
     """Return an output whose caches are nodes of torch's pytree, each a copy; the tensors are the same."""
-    if isinstance(out, Tensor) or not any(map(is_cache, torch_pytree.tree_leaves(out))):
+    if isinstance(out, Tensor) or not any(map(_is_cache, torch_pytree.tree_leaves(out))):
         return out
-    return torch_pytree.tree_map(_open_cache, out)
+    return torch_pytree.tree_map(_open, out)
 
 
-def _open_cache(value: Any) -> Any:
-    return _open(value) if is_cache(value) else value
+def _is_cache(value: object) -> bool:
+    module = sys.modules.get("transformers.cache_utils")
+    return module is not None and isinstance(value, module.Cache)
 
 
 def _open(value: Any) -> Any:
-    """Return a copy of an object that holds tensors, as a node; return other values as they are."""
-    if not hasattr(value, "__dict__") or callable(value) or isinstance(value, (Tensor, torch.Generator)):
+    """Return a cache as a node; return other values, and caches that cannot be made again, as they are."""
+    if not _is_cache(value):
         return value
-    kind = type(value)
-    if kind not in _opened:
-        _opened[kind] = _make_node_class(kind)
-    subclass = _opened[kind]
+    subclass = _subclass_of(type(value))
     if subclass is None:
         return value
-    new = _fill(subclass, vars(value))
+    node = _fill(subclass, vars(value))
     try:
-        tensors, _ = _flatten(new)
-    # An object in it leads back to it.
-    except RecursionError:
+        _flatten(node)
+    except _ClosedError:
         return value
-    return new if tensors else value
+    return node
 
 
-def _fill(kind: type, attributes: dict[str, Any]) -> Any:
-    """Return an object of a class with these attributes; its own initialiser might compute."""
-    new = cast(Any, object.__new__(kind))
-    new.__dict__.update(attributes)
-    return new
+def _subclass_of(kind: type) -> type | None:
+    if kind not in _subclasses:
+        _subclasses[kind] = _make_subclass(kind)
+    return _subclasses[kind]
 
 
-def _make_node_class(kind: type) -> type | None:
+def _make_subclass(kind: type) -> type | None:
     """Return a subclass that torch's pytree knows; None for a class whose state is not only in its `__dict__`."""
     if kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__:
         return None
@@ -108,29 +102,65 @@ def _make_node_class(kind: type) -> type | None:
     return subclass
 
 
-def _flatten(value: Any) -> tuple[list[Tensor], _Frame]:
-    leaves, spec = torch_pytree.tree_flatten(torch_pytree.tree_map(_open, dict(vars(value))))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    values = [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return tensors, _Frame(type(value), spec, values)
+def _fill(kind: type, attributes: dict[str, Any]) -> Any:
+    """Return an object of a class with these attributes; its own initialiser might compute."""
+    new = cast(Any, object.__new__(kind))
+    new.__dict__.update(attributes)
+    return new
 
 
-def _unflatten(given: Iterable[Any], frame: _Frame) -> Any:
-    given = list(given)
-    # torch fills in dimensions, to count leaves.
-    if not all([isinstance(value, Tensor) for value in given]):
-        return _Filled(given, frame)
-    tensors = iter(given)
-    values = [next(tensors) if value is _HOLE else value for value in frame.values]
-    return _fill(frame.kind, torch_pytree.tree_unflatten(values, frame.spec))
+def _flatten(node: Any) -> tuple[list[Tensor], _Frame]:
+    tensors: list[Tensor] = []
+    return tensors, _Frame(type(node), _take(vars(node), tensors, frozenset([id(node)])))
 
 
-class _Filled:
-    """An object with other values than tensors in their places."""
+def _take(value: Any, tensors: list[Tensor], around: frozenset[int]) -> Any:
+    """Return a value with holes in place of its tensors, which are appended to a list; `around` has what holds it."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _HOLE
+    if kind is list or kind is tuple:
+        return kind([_take(item, tensors, around) for item in value])
+    if kind is dict:
+        return {key: _take(item, tensors, around) for key, item in value.items()}
+    if kind in torch_pytree.SUPPORTED_NODES:
+        if any([isinstance(leaf, Tensor) for leaf in torch_pytree.tree_leaves(value)]):
+            raise _ClosedError
+        return value
+    if not hasattr(value, "__dict__") or callable(value) or isinstance(value, torch.Generator):
+        return value
+    if id(value) in around:
+        raise _ClosedError
+    count = len(tensors)
+    attributes = _take(vars(value), tensors, around | {id(value)})
+    if len(tensors) == count:
+        # Configurations and the like stay the objects that they are.
+        return value
+    if _subclass_of(kind) is None:
+        raise _ClosedError
+    return _Frame(kind, attributes)
 
-    def __init__(self, given: list[Any], frame: _Frame) -> None:
-        self.given = given
-        self.frame = frame
+
+def _unflatten(values: Iterable[Any], frame: _Frame) -> Any:
+    values = list(values)
+    if not all([isinstance(value, Tensor) for value in values]):
+        return _Filled(values, frame)
+    return _put(frame, iter(values))
 
 
-torch_pytree.register_pytree_node(_Filled, lambda filled: (filled.given, filled.frame), _unflatten)
+def _put(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return a value with tensors in its holes."""
+    kind = type(value)
+    if value is _HOLE:
+        return next(tensors)
+    if kind is list or kind is tuple:
+        return kind([_put(item, tensors) for item in value])
+    if kind is dict:
+        return {key: _put(item, tensors) for key, item in value.items()}
+    if kind is _Frame:
+        return _fill(value.kind, _put(value.attributes, tensors))
+    return value
+
+
+torch_pytree.register_pytree_node(_Filled, lambda filled: (filled.values, filled.frame), _unflatten)

@@ -121,7 +121,7 @@ def test_a_transform_is_refused_only_where_the_function_is(name, transform, gene
     assert got == expected or is_refused or "raises" in expected
 
 
-READERS = ["item", "boolean index", "repeat_interleave by counts", "tensor_split by places", "unique", "bincount"]
+READERS = ["boolean index", "repeat_interleave by counts", "tensor_split by places", "unique", "bincount"]
 
 
 @pytest.mark.parametrize("name", READERS)
