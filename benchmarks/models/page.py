@@ -80,14 +80,14 @@ def reasons(entries: dict[str, Entry]) -> str:
                 by_text.setdefault(text, []).append(_NAMES[check])
         if found.reason:
             by_text.setdefault(found.reason, []).append("loop")
-        lines += [f"| {name} | {', '.join(what)} | {_escaped(text)} |" for text, what in by_text.items()]
+        lines += [f"| {name} | {', '.join(what)} | {_as_code(text)} |" for text, what in by_text.items()]
     if not lines:
         return "Nothing is refused."
     return "\n".join(["| model | what | reason |", "|---|---|---|", *lines])
 
 
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+def _as_code(text: str) -> str:
+    return "`" + text.replace("`", "'").replace("|", "\\|") + "`"
 
 
 def measured_with() -> str:

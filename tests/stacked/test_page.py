@@ -73,7 +73,7 @@ def test_reasons_name_what_is_refused():
     found = GOOD._replace(training="TypeError: no", jit="TypeError: no", way="loop", reason="a value is read")
     lines = page.reasons({"A": Entry(GOOD, None), "B": Entry(found, None)}).splitlines()
 
-    assert lines[2:] == ["| B | training, `jit` | TypeError: no |", "| B | loop | a value is read |"]
+    assert lines[2:] == ["| B | training, `jit` | `TypeError: no` |", "| B | loop | `a value is read` |"]
 
 
 def test_content_is_put_between_its_comments():
