@@ -97,6 +97,49 @@ RANDOM_POOLS: dict[Any, Rule] = {
 }
 
 
+# -- averages of whole images -----------------------------------------------------------------------------------------
+
+
+def _average(n: int) -> Rule:
+    """Return the rule of an average of n dimensions: torch's own for an output of one number sets strides by a method.
+
+    The method has no batching rule.
+    """
+
+    def run(mode: TorchFunctionMode, func: Any, /, input: Tensor, output_size: Any) -> Tensor:
+        sizes = (output_size,) if isinstance(output_size, int) else tuple(output_size)
+        if set(sizes) != {1} or input.dim() not in (n + 1, n + 2) or not is_batched(input):
+            return func(input, output_size)
+        return input.mean(tuple(range(-n, 0)), keepdim=True)
+
+    return run
+
+
+# -- resampling -------------------------------------------------------------------------------------------------------
+
+
+def _interpolate(mode: TorchFunctionMode, func: Any, /, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    # By place: size, scale_factor, mode.
+    method = args[2] if len(args) > 2 else kwargs.get("mode")
+    if method != "nearest-exact" or not is_batched(input):
+        return func(input, *args, **kwargs)
+    # The kernel copies numbers: an image of places shows which.
+    space = input.shape[2:]
+    places = torch.arange(math.prod(space), dtype=torch.float64, device=input.device).reshape(1, 1, *space)
+    chosen = func(places, *args, **kwargs)[0, 0]
+    return input.flatten(2).index_select(2, chosen.flatten().long()).unflatten(2, chosen.shape)
+
+
+def _affine_grid(mode: TorchFunctionMode, func: Any, /, theta: Tensor, size: Any, *args: Any, **kwargs: Any) -> Tensor:
+    n = len(size) - 2
+    if not is_batched(theta) or theta.dim() != 3 or theta.shape != (size[0], n, n + 1) or n not in (2, 3):
+        return func(theta, size, *args, **kwargs)
+    unchanged = torch.eye(n, n + 1, dtype=theta.dtype, device=theta.device).unsqueeze(0)
+    places = func(unchanged, [1, *size[1:]], *args, **kwargs)[0]
+    places = F.pad(places, (0, 1), value=1.0)
+    return (places.flatten(0, -2) @ theta.mT).unflatten(1, places.shape[:-1])
+
+
 RULES: dict[Any, Rule] = {
     F.max_unpool1d: by_body(F.max_unpool1d),
     F.max_unpool2d: by_body(F.max_unpool2d),
