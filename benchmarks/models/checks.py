@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ import tdfunc as tdf
 from benchmarks.measure import Effort, measure
 from benchmarks.models.architectures import floats
 from benchmarks.models.rows import Example, Row
+from tdfunc.core.errors import forward_line
 from tdfunc.modules.random import seeded
 
 MEMBERS, MEMBERS_TIMED = 3, 8
@@ -23,6 +25,8 @@ _FALLBACK = ("performance drop", "batching rule")
 _CLOSE = {torch.float64: (1e-5, 1e-10), torch.float32: (1e-3, 2e-6)}
 _RATES = {torch.float64: 1e-4, torch.float32: 1e-2}
 _LONGEST = 150
+# Before the line in a plan.
+_AT = "  at "
 _EFFORT = Effort(rounds=9, passes=1, round_s=0.002, longest_s=0.6)
 
 
@@ -93,9 +97,11 @@ def _check(row: Row) -> tuple[str, str, str, str, str, str]:
 def _way_of(*ensembles: tdf.Ensemble) -> tuple[str, str]:
     """Return how ensembles ran, and the reason if one of them was a loop."""
     for ensemble in ensembles:
-        way, _, rest = ensemble.plan().splitlines()[0].partition(", ")
+        first, second = ensemble.plan().splitlines()[:2]
+        way, _, rest = first.partition(", ")
         if way == "loop":
-            return way, cut(rest.partition(": ")[2])
+            line = second.removeprefix(_AT) if second.startswith(_AT) else None
+            return way, cut(rest.partition(": ")[2]) + _place(line)
     return "vmap", ""
 
 
@@ -113,12 +119,20 @@ def _judge(run: Callable[[], None]) -> str:
 def _text_of(err: Exception) -> str:
     """Return the class of an error and its first line."""
     lines = str(err).strip().splitlines() or [""]
-    return f"{type(err).__name__}: {cut(lines[0].strip())}"
+    return f"{type(err).__name__}: {cut(lines[0].strip())}{_place(forward_line(err))}"
+
+
+def _place(line: str | None) -> str:
+    """Return the end of a text that names a line of a forward, without the folders of its file."""
+    path, _, rest = (line or "").partition(":")
+    if path in ("", __file__):
+        return ""
+    return f", at {Path(path).name}:{rest}"
 
 
 def cut(text: str) -> str:
     """Return the first sentence of a text, or as much of it as a page can show."""
-    first = text.split(". ")[0]
+    first = text.split(". ")[0].rstrip(".")
     return first if len(first) <= _LONGEST else first[:_LONGEST] + " ..."
 
 

@@ -19,11 +19,14 @@ CHECKS = ("forward", "gradient", "training", "jit")
 
 # Its masks are the product of float32 zeros and the smallest float64: NaN.
 _ONLY_FLOAT32 = {"CANINE"}
+# Its attention draws the keys that it looks at, also in evaluation mode.
+_DRAWS = {"Informer"}
 
 
 def _row_of(architecture: Architecture) -> Row:
     dtype = torch.float32 if architecture.name in _ONLY_FLOAT32 else torch.float64
-    return Row(architecture.name, architecture.make, lambda: Example((), architecture.inputs()), dtype=dtype)
+    draws = architecture.name in _DRAWS
+    return Row(architecture.name, architecture.make, lambda: Example((), architecture.inputs()), draws, dtype)
 
 
 TABLES: dict[str, Sequence[Row]] = {
