@@ -194,23 +194,36 @@ def _push(fn: Any, primals: tuple[Tensor, ...], tangents: tuple[Tensor | None, .
 
 def _attention(
     mode: TorchFunctionMode, func: Any, /, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    dropout_p: float | Tensor = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     mask = attn_mask
-    fits = isinstance(dropout_p, float) and dropout_p == 0.0 and query.device.type == "cpu"
-    fits = fits and is_batched(query, key, value, mask)
-    if not fits:
-        return func(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    # The fused kernel has no gradient for a mask. torch takes the other one for a mask that is trained, but does not
-    # see that where the gradient is taken outside of the vmap.
-    if mask is not None and takes_gradient(mask):
+    # The rate may be a tensor, for the mode of a key.
+    drops = isinstance(dropout_p, Tensor) or dropout_p != 0
+    if not drops and mask is not None and is_batched(query, key, value, mask) and takes_gradient(mask):
+        # The fused kernel has no gradient for a mask. torch takes the other one for a mask that is trained, but does
+        # not see that where the gradient is taken outside of the vmap.
         return _unfused(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
-    kinds = [None if x is None else _kind(x) for x in (query, key, value, mask)]
-    if not _takes_flash(*kinds, is_causal, enable_gqa, torch.backends.cuda.flash_sdp_enabled()):
+    if drops or not _is_fused(query, key, value, mask, is_causal, enable_gqa):
         return func(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
     return _FusedAttention.apply(query, key, value, mask, Options(is_causal, scale))[0]
+
+
+def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: bool) -> bool:
+    """Return True if torch would call its fused kernel for a member alone."""
+    if query.device.type != "cpu" or not is_batched(query, key, value, mask) or _has_symbols(query, key):
+        return False
+    # The kernel has no gradient of a mask.
+    if mask is not None and takes_gradient(mask):
+        return False
+    kinds = [None if x is None else _kind(x) for x in (query, key, value, mask)]
+    return _takes_flash(*kinds, *options, torch.backends.cuda.flash_sdp_enabled())
+
+
+def _has_symbols(*tensors: Tensor) -> bool:
+    """Return True if a size is a symbol of a trace: another size may lead to another kernel."""
+    return any([not isinstance(size, int) for tensor in tensors for size in tensor.shape])
 
 
 def _kind(tensor: Tensor) -> Kind:

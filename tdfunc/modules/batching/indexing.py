@@ -14,18 +14,22 @@ from tdfunc.modules.batching.fold import by_decomposition, is_batched, takes_gra
 from tdfunc.modules.batching.rule import Rule
 
 
-def _take(input: Tensor, index: Tensor) -> Tensor:
+def _take(input: Tensor, index: Tensor) -> Any:
+    if index.dtype != torch.long:
+        return NotImplemented
     return input.flatten()[index]
 
 
-def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
+    if index.dtype != torch.long or source.dtype != input.dtype:
+        return NotImplemented
     flat = input.flatten().index_put((index.flatten(),), source.flatten(), accumulate)
     return flat.reshape(input.shape)
 
 
 def _masked_scatter(input: Tensor, mask: Tensor, source: Tensor) -> Any:
     """Fill the places of a mask with the numbers of a source, in order: place n + 1 of the mask has number n."""
-    if mask.dtype != torch.bool or not source.numel():
+    if mask.dtype != torch.bool or source.dtype != input.dtype or not source.numel():
         return NotImplemented
     mask, input = torch.broadcast_tensors(mask, input)
     places = mask.flatten().cumsum(0) - 1
@@ -39,6 +43,13 @@ def _masked_select(input: Tensor, mask: Tensor) -> Any:
         return NotImplemented
     mask, input = torch.broadcast_tensors(mask, input)
     return input[mask]
+
+
+def _index_copy(input: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
+    # The rule of torch 2.13 takes an index without dimensions for one of another shape.
+    if index.dim() or source.dim() != input.dim():
+        return NotImplemented
+    return input.index_copy(dim, index.reshape(1), source)
 
 
 def _index_reduce(
@@ -150,6 +161,8 @@ RULES: dict[Any, Rule] = {
     Tensor.masked_scatter: where_batched(_masked_scatter),
     torch.masked_select: where_batched(_masked_select),
     Tensor.masked_select: where_batched(_masked_select),
+    torch.index_copy: where_batched(_index_copy),
+    Tensor.index_copy: where_batched(_index_copy),
     torch.index_reduce: where_batched(_index_reduce),
     Tensor.index_reduce: where_batched(_index_reduce),
     Tensor.__setitem__: _set_item,

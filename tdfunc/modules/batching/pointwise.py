@@ -86,7 +86,7 @@ def _of_sorted(
         q = torch.tensor(q, dtype=input.dtype, device=input.device)
     # torch reads the fractions to check them.
     known = interpolation in _ROUND or interpolation in ("linear", "midpoint")
-    if not known or q.dim() > 1 or q.dtype != input.dtype or is_batched(q) or not input.numel():
+    if not known or q.dim() > 1 or q.dtype != input.dtype or is_batched(q) or not input.numel() or not input.dim():
         return NotImplemented
     rows = input.flatten() if dim is None else input.movedim(dim, -1)
     quantiles = _at(rows.sort(-1).values, _places(rows, q.reshape(-1), skips_nan), interpolation).movedim(-1, 0)

@@ -299,6 +299,9 @@ CASES = {
     "xlogy_": written("xlogy_", "y"),
     "renorm_": written("renorm_", 2, 0, 0.5),
     "index_copy_": written("index_copy_", 0, torch.tensor([1, 2, 0]), "y"),
+    "index_copy_ of one row": of_one(
+        lambda x, y: (x * 1).index_copy_(0, torch.tensor(1), y), random(3, 4), random(1, 4)
+    ),
     "scatter_": written("scatter_", 0, torch.tensor([[1, 2, 0, 0], [2, 0, 1, 1], [0, 1, 2, 2]]), "y"),
     "masked_scatter_": written("masked_scatter_", torch.eye(3, 4).bool(), "y"),
     "fill_diagonal_": written("fill_diagonal_", 3.0),

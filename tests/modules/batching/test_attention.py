@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.func import grad, hessian, jacfwd, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tdfunc as tdf
 from tdfunc.modules.batching import Batching
@@ -258,6 +260,53 @@ def test_a_mask_beside_is_causal():
         vmap(gradients(by_rule, is_causal=True))(*args),
         looped(gradients(attend, is_causal=True), args, (0, 0, 0, 0)),
     )
+
+
+REFUSED = {
+    "mask of another dtype": lambda q: attend(q, q, q, torch.zeros(KEYS, KEYS, dtype=torch.float64)),
+    "keys of another dtype": lambda q: attend(q, q.double(), q),
+    "keys of other features": lambda q: attend(q, q[..., :4], q),
+    "mask of another size": lambda q: attend(q, q, q, torch.zeros(3, 3)),
+    "heads that fit no group": lambda q: attend(q, q[:, :3], q[:, :3], enable_gqa=True),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_torch_refuses_are_refused(name):
+    """By the rule as by the function."""
+    queries = heads(0)
+    with pytest.raises(RuntimeError):
+        REFUSED[name](queries[0])
+
+    def call(q):
+        with Batching():
+            return REFUSED[name](q)
+
+    with pytest.raises(RuntimeError):
+        vmap(call)(queries)
+
+
+def test_a_rate_of_dropout_that_is_an_integer():
+    """Zero is no dropout, of any type."""
+    args = [heads(0) for _ in range(3)]
+
+    exactly(vmap(lambda *args: by_rule(*args, dropout_p=0))(*args), looped(attend, args, (0, 0, 0)))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_symbolic_sizes_are_left_to_torch():
+    """A trace for any size holds no choice that depends on one."""
+    args = [heads(0) for _ in range(3)]
+
+    traced = make_fx(vmap(by_rule), tracing_mode="symbolic")(*args)
+    torch.testing.assert_close(traced(*args), looped(attend, args, (0, 0, 0)))
+
+
+def test_a_context_of_the_unfused_formula_is_kept():
+    """`sdpa_kernel` chooses for the members as for one."""
+    args = [heads(0) for _ in range(3)]
+    with sdpa_kernel(SDPBackend.MATH):
+        exactly(vmap(by_rule)(*args), looped(attend, args, (0, 0, 0)))
 
 
 @pytest.mark.parametrize("empty", ["batch", "keys"])

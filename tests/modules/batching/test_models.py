@@ -287,6 +287,26 @@ def test_modules_that_read_a_number_of_rows_run_as_a_loop():
     torch.testing.assert_close(got.output, torch.stack([each(x, target).output for each in models]), **TIGHT)
 
 
+class Words(nn.Module):
+    """Features, and the clusters of their words."""
+
+    def __init__(self):
+        super().__init__()
+        self.features, self.words = nn.Linear(4, 16), nn.AdaptiveLogSoftmaxWithLoss(16, 20, [5, 10])
+
+    def forward(self, x, target):
+        return self.words(self.features(x), target).output
+
+
+def test_clusters_of_words_of_shared_targets_are_stacked():
+    """The rows of each cluster are the same for all members, whose features differ."""
+    models, apply, params, _ = stacked(Words)
+    x, target = rows(5, 4), torch.tensor([0, 4, 6, 12, 19])
+    ensemble = tdf.Ensemble(apply, "vmap")
+
+    torch.testing.assert_close(ensemble(params, x, target), torch.stack([each(x, target) for each in models]), **TIGHT)
+
+
 def test_what_members_share_is_computed_once():
     """No argument differs: the function is torch's, with its result shared."""
     with Batching(), warnings.catch_warnings():

@@ -9,7 +9,7 @@ import tdfunc as tdf
 from tests.modules.batching.cases import CASES, MEMBERS, total
 
 # torch says that some of its functions may change.
-pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")
+pytestmark = [pytest.mark.sample(3), pytest.mark.filterwarnings("ignore:index_reduce")]
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 
 
