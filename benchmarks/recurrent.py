@@ -1,4 +1,4 @@
-"""Recurrent members: a training step and a forward pass of stacked LSTMs and GRUs, against a loop over them, and JAX."""
+"""Recurrent members: a training step and a forward pass of LSTMs and GRUs, against a loop over them and JAX."""
 
 from collections.abc import Iterator
 
@@ -75,11 +75,12 @@ PRODUCTS = "the batched product and tanh take most of a step of 64 units, and ar
 SUITE = Suite(
     "recurrent",
     "Recurrent members",
-    "A row is one step of Adam for all members under `jit`, or one forward pass of an `Ensemble` without gradients. Each "
-    "member has one recurrent layer of the given width and a linear layer on its last output. The data are 32 sequences "
-    "of 24 times with 4 numbers each. The loop has one `torch.optim.Adam(fused=True)` per member. equinox has its cells "
-    "in `lax.scan` under `filter_jit`, with optax and donation, in a separate process on one core. tdfunc runs an LSTM in "
-    "float32 by the kernel of torch's own `nn.LSTM`, to the same bits, and a GRU by one batched product per time.",
+    "A row is one step of Adam for all members under `jit`, or one forward pass of an `Ensemble` without gradients. "
+    "Each member has one recurrent layer of the given width and a linear layer on its last output. The data are 32 "
+    "sequences of 24 times with 4 numbers each. The loop has one `torch.optim.Adam(fused=True)` per member. equinox "
+    "has its cells in `lax.scan` under `filter_jit`, with optax and donation, in a separate process on one core. "
+    "tdfunc runs an LSTM in float32 by the kernel of torch's own `nn.LSTM`, to the same bits, and a GRU by one "
+    "batched product per time.",
     recurrent_cases,
     (
         Row("Adam step of LSTMs", LOOP, 0.97, "faster", _titles("LSTM"), why=KERNEL),

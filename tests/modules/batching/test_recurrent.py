@@ -181,6 +181,23 @@ def test_members_of_members(kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_outputs_of_members_of_members(kind, dtype):
+    """A vmap in a vmap, also around a gradient of something else, without a gradient of the layer."""
+    models = make(kind, "both directions", dtype=dtype)
+    apply, params = stacked(models)
+    x = torch.randn(2, 5, 2, 3, dtype=dtype)
+
+    def scaled(p, x, scale):
+        return torch.func.grad(lambda scale: (scale * apply(p, x)[0]).sum())(scale)
+
+    scale = torch.ones(5, 2, 8, dtype=dtype)
+    inner = torch.vmap(scaled, (None, 0, None))
+    got = torch.vmap(inner, (0, None, None), out_dims=1)(params, x, scale)
+    torch.testing.assert_close(got, torch.stack([torch.stack([model(each)[0] for model in models]) for each in x]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_of_inputs_and_states(kind, dtype):
     """Gradients flow to what members share: an input, and the first state."""
     models = make(kind, "both directions", dtype=dtype)

@@ -14,7 +14,14 @@ from torch.autograd import Function
 
 from tdfunc.modules.batching.recurrent.cells import STEPS, State, Weights, run_steps
 from tdfunc.modules.batching.recurrent.fold import FOLDED, Kernel
-from tdfunc.modules.batching.recurrent.levels import takes_gradient
+from tdfunc.modules.batching.recurrent.levels import (
+    NO_LEVEL,
+    level_of,
+    takes_gradient,
+    unwrap_batch,
+    unwrap_gradient,
+    wrap_batch,
+)
 from tdfunc.modules.batching.recurrent.onednn import OneDnnLstm
 
 _KERNELS: dict[str, Kernel] = {**FOLDED, "lstm_onednn": OneDnnLstm()}
@@ -192,6 +199,25 @@ def _by_steps(plan: _Plan, *given: Tensor) -> tuple[Tensor, ...]:
     return out.unflatten(1, (times, rows)), *last
 
 
+def _run_plain(plan: _Plan, given: Sequence[Tensor]) -> list[Tensor]:
+    """Run a layer whose gradient nobody wants, level by level of vmap; to call a function of autograd takes longer."""
+    bare = [unwrap_gradient(tensor) for tensor in given]
+    levels = [level_of(tensor) for tensor in bare]
+    top = max(levels)
+    if top == NO_LEVEL:
+        return list(_layer(plan.kernel, *plan.split(tuple(bare)), plan.reverse, plan.saves))
+    inner: list[Tensor] = []
+    dims: list[int | None] = []
+    for tensor, level in zip(bare, levels, strict=True):
+        whole, dim = unwrap_batch(tensor) if level == top else (tensor, None)
+        inner.append(whole)
+        dims.append(dim)
+    members = next(x.shape[dim] for x, dim in zip(inner, dims, strict=True) if dim is not None)
+    results = _run_plain(plan, _fold_all(inner, tuple(dims), members))
+    # A level of `grad` wraps the result of any operation.
+    return [wrap_batch(unwrap_gradient(_unfold(y, members)), top) for y in results]
+
+
 def run_layer(
     kernel: str, x: Tensor, state: State, weights: tuple[Tensor, ...], *, reverse: bool
 ) -> tuple[Tensor, State]:
@@ -208,5 +234,7 @@ def run_layer(
     given = (x.contiguous(), *state, *weights)
     saves = torch.is_grad_enabled() and takes_gradient(*given)
     plan = _Plan(kernel, len(state), len(weights), reverse, saves)
-    out, *last = [y.squeeze(0) for y in _Layer.apply(plan, *[tensor.unsqueeze(0) for tensor in given])[: plan.made]]
+    stacked = [tensor.unsqueeze(0) for tensor in given]
+    results = _Layer.apply(plan, *stacked) if saves else _run_plain(plan, stacked)
+    out, *last = [y.squeeze(0) for y in results[: plan.made]]
     return out, tuple(last)
