@@ -301,7 +301,7 @@ FURTHER: list[Architecture] = [
     _of("Mamba", "MambaModel", "MambaConfig", vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1,
         state_size=4),
     _of("Mixtral", "MixtralModel", "MixtralConfig", **DECODER, num_local_experts=3,
-        experts_implementation="eager"),
+        experts_implementation="batched_mm"),
     _of("CodeGen", "CodeGenModel", "CodeGenConfig", vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=4,
         rotary_dim=4, n_positions=32, n_ctx=32),
     _of("Nystromformer", "NystromformerModel", "NystromformerConfig", **ENCODER, num_landmarks=2,

@@ -424,7 +424,12 @@ def jit(
     - shapes, strides, dtypes, devices, `requires_grad` and identity of tensors, and other arguments;
     - Python values in closure cells, defaults and globals that the code of the function reads, or the code of functions
       of its package that it names, and the mode of modules among these;
-    - grad mode, autocast, default dtype and device, deterministic algorithms.
+    - grad mode, autocast, default dtype and device, deterministic algorithms;
+    - values that the function reads (`if`, `.item()`, `.tolist()`), if they depend only on integers and booleans among
+      the arguments, such as tokens and masks. Each call computes these values first, to find its record.
+
+    Libraries that call `torch.compiler.is_compiling()` get the answer yes while a record is made. Tensors in plain
+    attributes of the module of a pure function (`tdf.functional`) are constants of the record.
 
     State that the function reaches in another way (attributes of objects, containers and arrays of over 1000 items,
     files, the clock), or changes itself, is read once, and its side effects happen once. Every replay draws torch's
@@ -458,10 +463,10 @@ def jit(
         CaptureError: The function uses tensors that are not among its arguments; the message names all of them. Or
             a captured constant was written since it was recorded.
         ImmutableError: The function writes to an argument in place, other than through `donate=True`.
-        UnsupportedError: An argument requires grad while grad mode is on; the function uses the value of a tensor, or
-            reads `.grad` or `.storage_offset()` of an argument; it assigns to `.data`; it seeds a generator, or draws
-            from numpy's or Python's; it keeps a tensor outside of its result; an argument cannot be part of the key; a
-            result cannot be made again.
+        UnsupportedError: An argument requires grad while grad mode is on; the function uses the value of a parameter,
+            of another float or of an intermediate result; it reads `.grad` or `.storage_offset()` of an argument; it
+            assigns to `.data`; it seeds a generator, or draws from numpy's or Python's; it keeps a tensor outside of
+            its result; an argument cannot be part of the key; a result cannot be made again.
         ConcurrencyError: Another thread assigned a closure's variable or a global during the first call.
 
     Examples:

@@ -152,6 +152,9 @@ class Ensemble:
 
         It warns once if forward writes buffers, as BatchNorm does in training mode; `with_buffers` returns them.
 
+        Caches of transformers in the output are stacked by their fields, like its tensors: `past_key_values` has the
+        keys and values of all members. Other objects that torch's pytree does not know are refused.
+
         Args:
             params: The stacked tree, complete as `stack_modules` returns it, or its parameters.
             *args: Arguments of forward. Members share tensors unless `in_dims` maps them. Each member gets its own copy
