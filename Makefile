@@ -6,7 +6,7 @@ PY := $(VENV)/bin/python
 # One file pins the packages and, for pip's isolated builds, the build backend.
 PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: install demo test test-all test-torch conformance test-trl test-peft test-vllm test-wheel verify-types dist reliability mutants randomness pages outputs bench gpu lint types docs notebooks clean
+.PHONY: install demo test test-all test-torch conformance test-trl test-peft test-vllm test-wheel verify-types dist reliability mutants randomness pages outputs bench models gpu lint types docs notebooks clean
 
 install: $(VENV)/.installed-dev
 
@@ -80,6 +80,11 @@ TRL := trl==1.16.0 datasets==5.2.0 pyarrow==26.0.1 dill==0.4.1 multiprocess==0.7
 PEFT := peft==0.21.2
 # Rivals of the training steps, in an environment of their own.
 JAX := jax==0.10.2 equinox==0.13.8 optax==0.2.8
+
+# Models of torch.nn and transformers, next to loops over them, and the tables of docs/models.md: ten minutes.
+# `make models ARGS="--rows torch.nn --third 0"` runs some of them.
+models: install
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.models $(or $(ARGS),--speed)
 
 # `make bench PARTS="training nn"` measures some parts again; the page has the kept numbers of the others.
 bench: install $(VENV)/tensordict-newer/tensordict $(VENV)/jax/.installed

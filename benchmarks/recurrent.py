@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 import tdfunc as tdf
-from benchmarks.models import Recurrent
+from benchmarks.models.small import Recurrent
 from benchmarks.rows import OURS, Case, Row, Suite, Way
 from benchmarks.training import DONATED, EQUINOX, JAX_PYTHON, LOOP, in_jax, loop, ours
 from tdfunc.ensemble.stack import stack_modules

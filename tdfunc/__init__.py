@@ -39,6 +39,7 @@ from tdfunc.modules.extract import from_module, split
 from tdfunc.modules.functional import Apply, functional
 from tdfunc.ops.abstract import eval_shape
 from tdfunc.ops.batch.join import cat, stack
+from tdfunc.ops.batch.lengths import pad_to
 from tdfunc.ops.batch.rearrange import pad
 from tdfunc.ops.edits.structure import combine, in_dims, partition
 from tdfunc.ops.interop import collate, scalars
@@ -111,6 +112,7 @@ __all__ = [
     "optim",
     "pad",
     "pad_sequence",
+    "pad_to",
     "partition",
     "random",
     "ravel",

@@ -171,6 +171,9 @@ SERIES: Inputs = {
     "decoder_attention_heads": 2,
     "encoder_ffn_dim": 24,
     "decoder_ffn_dim": 24,
+    # A dropped layer is missing in the caches of a member.
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
 }
 SWIN: Inputs = {
     "image_size": 16,
@@ -243,7 +246,7 @@ NAMED: list[Architecture] = [
     _of("ConvNeXt", "ConvNextModel", "ConvNextConfig", images(32), hidden_sizes=[8, 16], depths=[1, 1], num_stages=2,
         layer_scale_init_value=0.5),
     _of("ResNet", "ResNetModel", "ResNetConfig", images(32), embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]),
-    _of("MobileNetV2", "MobileNetV2Model", "MobileNetV2Config", images(32), depth_multiplier=0.25),
+    _of("MobileNetV2", "MobileNetV2Model", "MobileNetV2Config", images(64), depth_multiplier=0.25),
     _of("RegNet", "RegNetModel", "RegNetConfig", images(32), embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1],
         groups_width=4),
     _of("PoolFormer", "PoolFormerModel", "PoolFormerConfig", images(32), hidden_sizes=[8, 16], depths=[1, 1],
@@ -310,7 +313,8 @@ FURTHER: list[Architecture] = [
     _of("Pegasus", "PegasusModel", "PegasusConfig", ids_of_both, **SEQ2SEQ),
     _of("mBART", "MBartModel", "MBartConfig", **SEQ2SEQ),
     _of("Marian", "MarianModel", "MarianConfig", ids_of_both, **SEQ2SEQ),
-    _of("M2M-100", "M2M100Model", "M2M100Config", ids_of_both, **SEQ2SEQ),
+    _of("M2M-100", "M2M100Model", "M2M100Config", ids_of_both, **SEQ2SEQ, encoder_layerdrop=0.0,
+        decoder_layerdrop=0.0),
     _of("Funnel", "FunnelModel", "FunnelConfig", vocab_size=VOCABULARY, d_model=16, d_head=8, n_head=2, d_inner=24,
         block_sizes=[1, 1], num_decoder_layers=1),
     _of("SqueezeBERT", "SqueezeBertModel", "SqueezeBertConfig", **ENCODER, embedding_size=16),

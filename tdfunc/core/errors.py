@@ -7,7 +7,7 @@ import math
 import os
 import reprlib
 import traceback
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError
 from operator import index
@@ -19,7 +19,9 @@ E = TypeVar("E", bound=Exception)
 _OWN_FOLDERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
-
+_MODULES_OF_TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "nn", "modules") + os.sep
+# They call the forwards of other modules.
+_CALLERS = ("module.py", "container.py")
 
 # Longer parts of a message are cut: they are texts of a file, or the names of all its leaves.
 _MAX_PART = 2_000
@@ -172,10 +174,36 @@ def user_line(err: BaseException | None = None) -> str:
         frames = traceback.extract_tb(err.__traceback__)
     else:
         frames = traceback.extract_stack()
+    return _innermost(frames, _is_foreign) or "(no line found)"
+
+
+def forward_line(err: BaseException) -> str | None:
+    """Return the line of a forward at which an error or its cause was raised, as `file:number: code`.
+
+    It is the innermost line that is neither torch's nor ours; if there is none, a line of a module of torch. The result
+    is None if the error does not come from a forward.
+    """
+    frames: list[traceback.FrameSummary] = []
+    at: BaseException | None = err
+    while at is not None:
+        frames += traceback.extract_tb(at.__traceback__)
+        at = at.__cause__
+    return _innermost(frames, _is_foreign) or _innermost(frames, _is_of_module)
+
+
+def _innermost(frames: Sequence[traceback.FrameSummary], holds: Callable[[str], bool]) -> str | None:
     for frame in reversed(frames):
-        if not os.path.abspath(frame.filename).startswith(_OWN_FOLDERS) and not frame.filename.startswith("<"):
+        if holds(frame.filename):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return "(no line found)"
+    return None
+
+
+def _is_foreign(filename: str) -> bool:
+    return not os.path.abspath(filename).startswith(_OWN_FOLDERS) and not filename.startswith("<")
+
+
+def _is_of_module(filename: str) -> bool:
+    return filename.startswith(_MODULES_OF_TORCH) and os.path.basename(filename) not in _CALLERS
 
 
 class _Explained(Exception):

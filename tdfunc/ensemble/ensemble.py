@@ -21,7 +21,7 @@ from tdfunc._jit import Jitted
 from tdfunc._jit.chunked import ChunkSize, choose_chunk_size
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import in_transform, is_compiling, is_known, is_tracing
-from tdfunc.core.errors import UnsupportedError, as_count, brief, check_choice, error, explain
+from tdfunc.core.errors import UnsupportedError, as_count, brief, check_choice, error, explain, forward_line
 from tdfunc.core.generators import default_generators, foreign_states, refuse_draws
 from tdfunc.core.keys import Filter, FilterLike, dotted
 from tdfunc.core.types import Path
@@ -212,7 +212,11 @@ class Ensemble:
         return out, self.apply.rebuild_buffers(params, buffers, new)
 
     def plan(self) -> str:
-        """Return the way of the last call, its reason, and the rule of `auto`."""
+        """Return the way of the last call, its reason, and the rule of `auto`.
+
+        If vmap cannot run the forward, the reason is its error and the line that raised it: the innermost line of your
+        code, or of the library that the model comes from. If a module of torch raised it, this is the line in torch.
+        """
         if self._last is None:
             return f"{self.how}: not called yet.\n{RULE}"
         how, reason, members = self._last
@@ -287,7 +291,7 @@ class Ensemble:
             if refused is None:
                 self._last = ("vmap", "by the rule.", call.members)
                 return result
-            reason = f"vmap cannot run the forward: {_first_line(refused)}"
+            reason = f"vmap cannot run the forward: {_refusal(refused)}"
         # If the input is at fault the loop also raises: its error is the clearer one, and no refusal is remembered.
         try:
             result = self._loop(call)
@@ -295,7 +299,7 @@ class Ensemble:
             _put_before(err, refused)
             raise
         if refused is not None:
-            self._remember(kind, _first_line(refused))
+            self._remember(kind, _refusal(refused))
         self._last = ("loop", reason, call.members)
         return result
 
@@ -492,8 +496,13 @@ class Ensemble:
         return tuple(methods)
 
 
-def _first_line(err: Exception) -> str:
-    return str(err).strip().split("\n")[0] or type(err).__name__
+def _refusal(err: Exception) -> str:
+    """Return the first line of an error, and below it the line of the forward that raised it."""
+    text = str(err).strip().split("\n")[0] or type(err).__name__
+    line = forward_line(err)
+    if line is None:
+        return text
+    return f"{text}\n  at {line}"
 
 
 def _put_before(err: BaseException, first: Exception | None) -> None:

@@ -608,3 +608,26 @@ def test_dropout_in_low_precision(dtype):
     assert out.dtype == x.grad.dtype == dtype
     torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=0)
     assert torch.equal(out.detach(), x.grad)
+
+
+class Counts(nn.Module):
+    """A layer that adds draws of a Poisson distribution."""
+
+    def forward(self, x):
+        return x + torch.poisson(x.detach().exp())
+
+
+@pytest.mark.parametrize("how", ["apply", "loop"])
+def test_a_recorded_gradient_draws_by_keys_or_not_at_all(how):
+    """Draws that take no key are refused in a recorded gradient too: a replay would draw other numbers each time."""
+    apply, params, _ = functional(nn.Sequential(nn.Linear(3, 3), Counts()))
+    x, keys = torch.randn(5, 3), random.split(random.key(0), 2)
+    if how == "loop":
+        ensemble, params = tdf.Ensemble(apply, "loop"), torch.stack([params, params])
+        run = lambda p: ensemble(p, x, rng=keys)  # noqa: E731
+    else:
+        run = lambda p: apply(p, x, rng=keys[0])  # noqa: E731
+    total = lambda p: run(p).sum()  # noqa: E731
+
+    with pytest.raises(tdf.UnsupportedError, match="past rng="):
+        tdf.jit(torch.func.grad(total), captures="constants")(params)

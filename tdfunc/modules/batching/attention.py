@@ -24,6 +24,7 @@ Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype, int]
 _FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _choose: Any = torch._fused_sdp_choice  # pyright: ignore[reportPrivateImportUsage]
+_unfused = torch.ops.aten._scaled_dot_product_attention_math
 _FLASH = 1
 
 
@@ -198,6 +199,10 @@ def _attention(
     mask = attn_mask
     # The rate may be a tensor, for the mode of a key.
     drops = isinstance(dropout_p, Tensor) or dropout_p != 0
+    if not drops and mask is not None and is_batched(query, key, value, mask) and takes_gradient(mask):
+        # The fused kernel has no gradient for a mask. torch takes the other one for a mask that is trained, but does
+        # not see that where the gradient is taken outside of the vmap.
+        return _unfused(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     if drops or not _is_fused(query, key, value, mask, is_causal, enable_gqa):
         return func(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if mask is not None and mask.dtype == torch.bool:

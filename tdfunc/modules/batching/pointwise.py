@@ -52,6 +52,15 @@ def _glu(mode: TorchFunctionMode, func: Any, /, input: Tensor, dim: int = -1) ->
     return values * gates.sigmoid()
 
 
+def _rrelu(
+    input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, training: bool = False, inplace: bool = False
+) -> Any:
+    """The mean slope in evaluation mode; in training mode the mode of the key draws the slopes."""
+    if training:
+        return NotImplemented
+    return F.leaky_relu(input, (lower + upper) / 2, inplace)
+
+
 def _in_forward_mode() -> bool:
     levels: Any = _functorch.get_interpreter_stack()
     return any([level.key() == _functorch.TransformType.Jvp for level in levels])
@@ -111,6 +120,7 @@ def _at(ordered: Tensor, places: Tensor, interpolation: str) -> Tensor:
 
 RULES: dict[Any, Rule] = {
     F.glu: _glu,
+    F.rrelu: where_batched(_rrelu),
     torch.isin: where_batched(_isin),
     **dict.fromkeys((torch.isclose, Tensor.isclose), where_batched(_isclose)),
     _special.log_ndtr: where_batched(_log_ndtr),

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=TensorCollection)
 
 
-def _same_names(names: Names) -> Names:
+def same_names(names: Names) -> Names:
+    """Return the names of a batch whose dimensions stay."""
     return names
 
 
@@ -40,7 +41,7 @@ def _take(tree: T, dim: int, rows: Tensor, leaf: LeafFn) -> T:
         return leaf(x)
 
     new = put_first(Size((*size[:dim], len(rows), *size[dim + 1 :])), len(size))
-    return tree._shape(LeafOp("index", take, new, _same_names, True, (index,), plain=lambda _: leaf))
+    return tree._shape(LeafOp("index", take, new, same_names, True, (index,), plain=lambda _: leaf))
 
 
 def flip(tree: T, dims: "int | Sequence[int]") -> T:
@@ -156,7 +157,7 @@ def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
 
     def leaf(x: Any) -> Any:
         if isinstance(x, NonTensorBase):
-            return _pad_values(x, pairs, grown(x.shape))
+            return pad_values(x, pairs, grown(x.shape))
         if not keeps_number(value, x.dtype):
             raise LeafMismatchError(
                 "pad: the value would be altered.",
@@ -166,10 +167,11 @@ def pad(tree: T, pad_size: Sequence[int], value: float = 0.0) -> T:
         unpadded = [0, 0] * (x.dim() - len(pairs))
         return torch.nn.functional.pad(x, [*unpadded, *last_first], value=value)
 
-    return tree._shape(LeafOp("pad", leaf, grown, _same_names, True, (tuple(sizes), value)))
+    return tree._shape(LeafOp("pad", leaf, grown, same_names, True, (tuple(sizes), value)))
 
 
-def _pad_values(node: NonTensorBase, pairs: Sequence[tuple[int, int]], size: Size) -> Any:
+def pad_values(node: NonTensorBase, pairs: Sequence[tuple[int, int]], size: Size) -> Any:
+    """Return non-tensor data of a padded batch: None in the new rows, or one value for all as before."""
     if not isinstance(node, NonTensorStack):
         return node.rebatch(size)
     array: Any = np.full(tuple(size), None, dtype=object)

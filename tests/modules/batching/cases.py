@@ -316,5 +316,13 @@ CASES = {
     ),
     "quantile of all": of_one(lambda x: torch.quantile(x, 0.5, keepdim=True, interpolation="midpoint"), random(4, 2)),
     "lower quantile": of_one(lambda x: torch.nanquantile(x, 0.7, -1, interpolation="lower"), random(4, 3)),
+    "leaks": of_one(F.rrelu, random(4, 2)),
+    "leaks of given slopes": of_one(lambda x: F.rrelu(x, 0.2, upper=0.6), random(4, 2)),
+    "average of a line, channels last": of_one(lambda x: F.adaptive_avg_pool1d(x.mT, 1), random(2, 5, 3)),
+    "average of an image, channels last": of_one(
+        lambda x: F.adaptive_avg_pool2d(x.permute(0, 3, 1, 2), (1, 1)), random(2, 5, 4, 3)
+    ),
+    "average of a space": of_one(lambda x: F.adaptive_avg_pool3d(x, 1), random(2, 3, 4, 2, 3)),
+    "averages of parts": of_one(lambda x: F.adaptive_avg_pool2d(x, (2, 1)), random(2, 3, 4, 5)),
     "gates": of_one(lambda x: F.glu(x, 0), random(4, 2)),
 }

@@ -111,6 +111,27 @@ def test_gradients_of_a_member_have_the_bits_of_its_own(name, dims, loss):
     exactly(vmap(gradients(by_rule, loss), dims)(*args), looped(gradients(attend, loss), args, dims))
 
 
+@pytest.mark.parametrize("name", [name for name in MASKS if name != "none"])
+def test_a_trained_mask_whose_gradient_is_taken_outside(name):
+    """The gradient of a sum over members, with respect to masks (position biases), is the sum or stack of theirs."""
+    mask, dim = mask_of("float", name, torch.float64)
+    args = [heads(0, length=QUERIES, dtype=torch.float64), *[heads(0, dtype=torch.float64) for _ in "kv"]]
+    dims = (0, 0, 0, dim)
+
+    def total(mask):
+        return vmap(by_rule, dims)(*args, mask).square().sum()
+
+    def total_of_loop(mask):
+        return looped(attend, [*args, mask], dims).square().sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = grad(total)(mask)
+    mask.requires_grad_()
+    (want,) = torch.autograd.grad(total_of_loop(mask), mask)
+    torch.testing.assert_close(got, want)
+
+
 CAUSAL, GROUPED = {"is_causal": True}, {"enable_gqa": True}
 
 
