@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def is_compiled(way: str, model: str, members: int, dropout: float) -> bool:
 
 
 def ours(
-    models: list[nn.Module],
+    models: Sequence[nn.Module],
     x: Tensor,
     t: Tensor,
     dropout: float = 0.0,
@@ -113,7 +113,7 @@ def ours(
     return call
 
 
-def in_chunks(models: list[nn.Module], x: Tensor, t: Tensor, chunk_size: Any = "auto") -> Way | None:
+def in_chunks(models: Sequence[nn.Module], x: Tensor, t: Tensor, chunk_size: Any = "auto") -> Way | None:
     """Return the step of the guides for some members at a time; None where their activations fit into the cache."""
     apply, _, _ = tdf.functional(models[0])
     params, buffers = tdf.split(stack_modules(models))
@@ -139,7 +139,7 @@ def in_chunks(models: list[nn.Module], x: Tensor, t: Tensor, chunk_size: Any = "
     return call
 
 
-def loop(models: list[nn.Module], x: Tensor, t: Tensor) -> Way:
+def loop(models: Sequence[nn.Module], x: Tensor, t: Tensor) -> Way:
     members = [copy.deepcopy(model) for model in models]
     optimizers = [torch.optim.Adam(member.parameters(), lr=LR, fused=True) for member in members]
 
@@ -152,7 +152,7 @@ def loop(models: list[nn.Module], x: Tensor, t: Tensor) -> Way:
     return call
 
 
-def stacked_fused(models: list[nn.Module], x: Tensor, t: Tensor) -> Way:
+def stacked_fused(models: Sequence[nn.Module], x: Tensor, t: Tensor) -> Way:
     """Return the fastest step that torch has for stacked parameters: one backward pass, and one fused Adam for all."""
     skeleton = copy.deepcopy(models[0]).to("meta")
     params, buffers = stack_module_state(models)
@@ -173,7 +173,7 @@ def stacked_fused(models: list[nn.Module], x: Tensor, t: Tensor) -> Way:
     return call
 
 
-def stacked(models: list[nn.Module], x: Tensor, t: Tensor, compiled: Callable[..., Any] | None = None) -> Way:
+def stacked(models: Sequence[nn.Module], x: Tensor, t: Tensor, compiled: Callable[..., Any] | None = None) -> Way:
     """Return the usual functional step: out of place, with `torch._foreach_*`, as an ensemble is written by hand."""
     skeleton = copy.deepcopy(models[0]).to("meta")
     leaves, buffers = stack_module_state(models)

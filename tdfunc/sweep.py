@@ -398,7 +398,7 @@ def keep_best(kept: T, tree: T, improved: Tensor) -> T:
     _check_members("keep_best", "improved", improved, kept._batch_size[:1])
     # Live Parameters would add a node to the graph of the kept weights at each call.
     is_followed = torch.is_grad_enabled() and (in_functorch() or is_compiling())
-    with torch.set_grad_enabled(is_followed):
+    with torch.set_grad_enabled(bool(is_followed)):
         return torch.where(improved, tree, kept)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 

@@ -514,7 +514,6 @@ RAISES = {
     ("typed: constructor", "in_dims and out_dims"): _UNMAPPED,
     ("index: mask", "export"): (Exception, "data-dependent", _MASK),
     ("index: mask", "jit"): (tdf.UnsupportedError, "uses the value of a tensor", _MASK),
-    (_BY_ROWS, "jit"): (tdf.UnsupportedError, "uses the value of a tensor", _TRACED),
     (_BY_ROWS, "functionalize"): (RuntimeError, "unallocated storage", _TRACED),
     (_BY_ROWS, "make_fx"): (Exception, "data-dependent", _TRACED),
     (_BY_ROWS, "export"): (Exception, "data-dependent", _TRACED),

@@ -148,13 +148,7 @@ def is_fake(device: torch.device | None) -> bool:
 
     Use it before reading bytes for a tensor, and before mapping a file under one.
     """
-    if device is not None and device.type == "meta":
-        return True
-    made = torch.empty(0, device="cpu")
-    # Inside grad of a trace, a wrapper is around the fake tensor.
-    while _functorch.is_functorch_wrapped_tensor(made):
-        made = _functorch.get_unwrapped(made)
-    return type(made) is not Tensor
+    return (device is not None and device.type == "meta") or type(torch.empty(0, device="cpu")) is not Tensor
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tdfunc.core.context import is_fake, is_random, outside
+from tdfunc.core.context import is_fake, is_random, is_recording, outside
 from tdfunc.core.errors import UnsupportedError, user_line
 
 
@@ -114,5 +114,5 @@ def _has_drawn(witness: Witness, generators: Sequence[torch.Generator], before: 
         pairs = zip(before, generators, strict=True)
         has_moved = any([not torch.equal(state, generator.get_state()) for state, generator in pairs])
     if witness.drew:
-        return has_moved or is_fake(None)
+        return has_moved or is_recording() or is_fake(None)
     return has_moved and threading.active_count() == 1
