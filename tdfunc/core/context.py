@@ -74,7 +74,9 @@ def in_vmap() -> bool:
     """
     if _peek() is None:
         return False
-    return any([level.key() == _functorch.TransformType.Vmap for level in _functorch.get_interpreter_stack()])
+    # None without a transform: dynamo may run this line after it has taken the one above for a constant.
+    levels = _functorch.get_interpreter_stack() or ()
+    return any([level.key() == _functorch.TransformType.Vmap for level in levels])
 
 
 in_vmap._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -533,3 +533,14 @@ def test_packed_sequences_are_returned():
     packed = make_packed()
 
     assert isinstance(apply(params, packed)[0], PackedSequence)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_a_compiled_function_of_one_member(kind):
+    """Dynamo leaves recurrent layers to Python, and runs the code around them in parts."""
+    model = KINDS[kind](3, 4)
+    apply, params, _ = tdf.functional(model)
+    x = torch.randn(5, 2, 3)
+    compiled = torch.compile(lambda params, x: apply(params, x)[0], backend="eager")
+    torch.testing.assert_close(compiled(params, x), model(x)[0])
