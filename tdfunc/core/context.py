@@ -68,18 +68,14 @@ in_functorch._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMem
 
 
 def in_vmap() -> bool:
-    """Return True if a `vmap` runs the caller, at any level.
+    """Return True if a `vmap` runs the caller, at any level; dynamo reads False.
 
     Use it for functions that torch cannot batch.
     """
-    if _peek() is None:
+    # Where dynamo leaves a forward to Python (recurrent layers), it reads this function alone, and not the last line.
+    if is_compiling() or _peek() is None:
         return False
-    # None without a transform: dynamo may run this line after it has taken the one above for a constant.
-    levels = _functorch.get_interpreter_stack() or ()
-    return any([level.key() == _functorch.TransformType.Vmap for level in levels])
-
-
-in_vmap._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return any([level.key() == _functorch.TransformType.Vmap for level in _functorch.get_interpreter_stack()])
 
 
 def is_tracing() -> bool:

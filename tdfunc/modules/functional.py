@@ -388,7 +388,7 @@ class Apply:
     def _forward(self, module: nn.Module, args: Any, kwargs: Any, mode: seeded | None) -> Any:
         try:
             compiling = is_compiling()
-            batched = not compiling and in_vmap()
+            batched = in_vmap()
             if mode is None and not self._recomputes and not batched:
                 return module(*args, **kwargs)
             unmarked = nullcontext()
