@@ -1,5 +1,6 @@
 """jit(chunk_size=): calls for some members at a time give what one call for all gives."""
 
+import copy
 import logging
 import threading
 
@@ -226,6 +227,28 @@ def test_inside_a_transform_the_function_itself_is_called():
     assert torch.equal(grad(lambda x: step(x).sum())(x), 2 * x)
 
 
+def test_meta_tensors():
+    """They have no values to check, and run together."""
+    got = tdf.jit(lambda x: x * 2, chunk_size=2, in_dims=(0,))(torch.ones(5, 2, device="meta"))
+    assert got.shape == (5, 2)
+
+
+def test_a_copy():
+    """A copy has its own records."""
+    step = tdf.jit(lambda x: x * 2, chunk_size=2, in_dims=(0,))
+    x = torch.randn(5, 2)
+    step(x)
+    again = copy.deepcopy(step)
+    assert torch.equal(again(x), x * 2)
+    assert again.cache_info().misses == 2
+
+
+def test_the_graph_of_a_chunk():
+    """It has the members of the first chunk."""
+    graph = tdf.jit(lambda x: x * 2, chunk_size=2, in_dims=(0,)).graph(torch.randn(6, 2))
+    assert torch.equal(graph(torch.ones(2, 2))[0], torch.full((2, 2), 2.0))
+
+
 def test_a_method():
     """A decorated method is bound to its object, whose place needs an entry of in_dims."""
 
@@ -317,6 +340,9 @@ BAD_CALLS = {
     "no tensor": ((0,), (3,), "no tensor"),
     "no dimension": ((0,), (torch.ones(()),), "a tensor without dimensions"),
     "nothing": ((None,), (torch.ones(4),), "do not have one number of members"),
+    "no batch": ((0,), (TensorDict({"x": torch.ones(4)}),), "a tree without batch dimensions"),
+    "lazy": ((0,), (tdf.LazyStack([TensorDict({"x": torch.ones(4)})] * 5),), "holds a lazy stack"),
+    "sparse": ((0,), (torch.ones(4, 2).to_sparse(),), "a tensor of layout torch.sparse_coo"),
 }
 
 

@@ -9,6 +9,9 @@ import functools
 from collections.abc import Iterator
 from typing import Any, Generic, Literal, ParamSpec, TypeAlias, TypeVar
 
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
 from tdfunc._jit.call import CacheInfo, Jitted
 from tdfunc._jit.chunked.apart import LEAST, Trial
 from tdfunc._jit.chunked.split import InDims, Split, split_members
@@ -32,7 +35,8 @@ class Chunked(Generic[P, R]):
     """A jitted function whose calls are made of calls for some members at a time."""
 
     def __init__(self, jitted: Jitted[P, R], chunk_size: ChunkSize, in_dims: InDims) -> None:
-        functools.update_wrapper(self, jitted)
+        # Without the attributes of the jitted function, which are its own.
+        functools.update_wrapper(self, jitted, updated=())
         self._jitted = jitted
         # Any: parts of the arguments have the types of all arguments, which pyright cannot know.
         self._run: Jitted[..., Any] = jitted
@@ -74,6 +78,8 @@ class Chunked(Generic[P, R]):
         return size
 
     def _find_size(self, split: Split, kwargs: dict[str, Any]) -> int:
+        if any([isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(split.args)]):
+            return split.members
         # Its records are of no use later.
         trial = Trial(copy.deepcopy(self._run), split, kwargs)
         if trial.draws():
@@ -100,6 +106,13 @@ class Chunked(Generic[P, R]):
         """Return the number of members that a call with these arguments computes at a time."""
         split = split_members(args, self._in_dims)
         return min(self._size(split, kwargs), split.members)
+
+    def graph(self, *args: P.args, **kwargs: P.kwargs) -> fx.GraphModule:
+        """Return the graph that the first chunk of a call with these arguments replays."""
+        split = split_members(args, self._in_dims)
+        size = self._size(split, kwargs)
+        begin, end = next(_bounds(split.members, min(size, split.members)))
+        return self._run.graph(*split.take_rows(begin, end), **kwargs)
 
     def cache_info(self) -> CacheInfo:
         """Return what the jitted function counts: a call for each chunk."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
@@ -66,8 +67,7 @@ def split_members(args: tuple[Any, ...], in_dims: InDims) -> Split:
     counts: dict[int, int] = {}
     for number, (arg, dim) in enumerate(zip(args, in_dims, strict=True)):
         if dim == 0:
-            leaves = [leaf for leaf in torch_pytree.tree_leaves(arg) if isinstance(leaf, Tensor)]
-            counts |= {_count(leaf, number): number for leaf in leaves}
+            counts |= dict.fromkeys(_list_counts(arg, number), number)
     if len(counts) != 1:
         raise BatchSizeError(
             "jit: the arguments with in_dims 0 do not have one number of members.",
@@ -81,6 +81,33 @@ def split_members(args: tuple[Any, ...], in_dims: InDims) -> Split:
     return split
 
 
+def _list_counts(arg: Any, number: int) -> list[int]:
+    """Return the sizes of the first dimension of what an argument holds."""
+    counts: list[int] = []
+    for part in torch_pytree.tree_leaves(arg, is_leaf=_is_tree):
+        if isinstance(part, TensorCollection):
+            if not part._batch_size or part._is_lazy:
+                kind = "a lazy stack" if part._is_lazy else "a tree without batch dimensions"
+                raise _no_members(number, kind, "batch size [E, ...], E members; a lazy stack by dense() or pad()")
+            counts.append(part._batch_size[0])
+        elif isinstance(part, Tensor):
+            if part.layout is not torch.strided:
+                raise _no_members(number, f"a tensor of layout {part.layout}", str(torch.strided))
+            if part.dim() == 0:
+                raise _no_members(number, "a tensor without dimensions", "members along the first dimension")
+            counts.append(part.shape[0])
+    return counts
+
+
+def _no_members(number: int, what: str, expected: str) -> BatchSizeError:
+    return BatchSizeError(
+        f"jit: argument {number} has in_dims 0 and holds {what}.",
+        expected=expected,
+        got=what,
+        hint="pass None in in_dims for what all members share.",
+    )
+
+
 def _is_expanded(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.stride(0) == 0 and leaf.shape[0] > 1
 
@@ -90,24 +117,14 @@ def _densify(arg: Any) -> Any:
     return torch_pytree.tree_map(lambda leaf: leaf.contiguous() if _is_expanded(leaf) else leaf, arg)
 
 
-def _count(leaf: Tensor, number: int) -> int:
-    if leaf.dim() == 0:
-        raise BatchSizeError(
-            f"jit: argument {number} has in_dims 0 and holds a tensor without dimensions.",
-            expected="members along the first dimension",
-            got=f"a tensor of {leaf.dtype}",
-            hint="pass None in in_dims for what all members share.",
-        )
-    return leaf.shape[0]
-
-
 def _map_trees(fn: Callable[[Any], Any], arg: Any) -> Any:
     """Apply a function to the trees and tensors of an argument."""
-
-    def is_tree(value: Any) -> bool:
-        return isinstance(value, TensorCollection)
 
     def apply(value: Any) -> Any:
         return fn(value) if isinstance(value, (Tensor, TensorCollection)) else value
 
-    return torch_pytree.tree_map(apply, arg, is_leaf=is_tree)
+    return torch_pytree.tree_map(apply, arg, is_leaf=_is_tree)
+
+
+def _is_tree(value: Any) -> bool:
+    return isinstance(value, TensorCollection)
