@@ -55,6 +55,7 @@ def tensors(out):
     return [leaf for leaf in tree_leaves(open_objects(out)) if isinstance(leaf, torch.Tensor)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("make", INPUTS)

@@ -141,6 +141,7 @@ def test_a_step_has_one_record():
     assert step.cache_info().misses == 1
 
 
+@pytest.mark.slow
 def test_bias_before_batch_norm_is_no_dependence():
     """Its gradient is rounding alone, and Adam makes steps of it, which another kernel may turn around."""
     apply, params, buffers = make_nets(6)
@@ -192,6 +193,7 @@ def test_layout_of_results():
     assert got.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.slow
 def test_kept_results_stay():
     """Large results come from a pool, and are not written again while they are held."""
     x = torch.randn(4, 1 << 21)
