@@ -13,7 +13,7 @@ from torch import Size, Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from tdfunc.core.context import in_functorch, in_vmap, is_compiling, is_tracing, outside
+from tdfunc.core.context import in_functorch, in_vmap, is_compiling, is_recording, is_tracing, outside
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.generators import default_generators, refuse_draws
 from tdfunc.core.keys import dotted
@@ -417,10 +417,10 @@ class Apply:
             raise error(type(err), f"apply: {str(err).splitlines()[0]}", hint=hint) from err
 
     def _rules(self, compiling: bool) -> Batching | None:
-        """Return the mode for the functions of forward that torch cannot run in the caller's transforms."""
+        """Return the mode for the functions of forward that torch cannot run in the caller's transforms or trace."""
         if in_vmap():
             return Batching()
-        if self._reads_packed and not compiling and in_functorch():
+        if self._reads_packed and not compiling and (in_functorch() or is_recording()):
             return Batching(PACKED)
         return None
 

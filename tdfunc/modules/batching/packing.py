@@ -1,7 +1,7 @@
-"""Packed sequences: torch's kernels read lengths by address, which no transform of torch.func has, and fill by slices.
+"""Packed sequences: torch's kernels read the lengths by address, which no tensor has in transforms and traces.
 
 Here the kernels pack and pad the places of the numbers, outside of the transforms: the members share the lengths. The
-numbers are then read at those places.
+numbers are then read at those places. A trace takes the lengths as constants; `jit` records again for others.
 """
 
 from typing import Any
@@ -11,19 +11,41 @@ from torch import Tensor, nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.overrides import TorchFunctionMode
 
-from tdfunc.core.context import in_functorch, is_known, outside
+from tdfunc.core.context import in_functorch, is_known, is_recording, outside
+from tdfunc.modules.batching.fold import is_batched
 from tdfunc.modules.batching.recurrent.levels import unwrap_gradient
 from tdfunc.modules.batching.rule import Rule
 
 _torch: Any = torch
 
 
+def _hides_addresses() -> bool:
+    """Return True if tensors have no address here: in transforms, and while a trace is recorded."""
+    return in_functorch() or is_recording()
+
+
 def _plain(tensor: Tensor) -> Tensor | None:
-    """Return a tensor as no transform has wrapped it, or None where its values are not known or are not shared."""
-    if not in_functorch() or not is_known(tensor):
+    """Return a tensor as no transform has wrapped it; None where torch's kernel can read it, or members differ."""
+    if not _hides_addresses() or is_batched(tensor):
+        return None
+    if is_recording():
+        # A trace knows constants; for other tensors `jit` raises its error.
+        values = tensor.tolist()
+        with outside():
+            return torch.tensor(values, dtype=tensor.dtype)
+    if not is_known(tensor):
         return None
     tensor = unwrap_gradient(tensor)
     return None if _functorch.is_functorch_wrapped_tensor(tensor) else tensor
+
+
+def _here(tensor: Tensor) -> Tensor:
+    """Return a tensor that was made outside, as a constant of the trace that runs, if one does."""
+    if not is_recording():
+        return tensor
+    with outside():
+        values = tensor.tolist()
+    return torch.tensor(values, dtype=tensor.dtype, device=tensor.device)
 
 
 def _pack(
@@ -37,7 +59,7 @@ def _pack(
         # The kernel also checks the lengths.
         order, batch_sizes = _torch._pack_padded_sequence(places, known, batch_first)
         order = order.to(input.device)
-    return input.flatten(0, 1).index_select(0, order), batch_sizes
+    return input.flatten(0, 1).index_select(0, _here(order)), _here(batch_sizes)
 
 
 def _pad(
@@ -54,9 +76,9 @@ def _pad(
         places = places.to(data.device)
         missing = places < 0
         order = places.clamp(min=0).flatten()
-    rows = data.index_select(0, order).unflatten(0, places.shape)
-    missing = missing.view(*places.shape, *[1] * (data.dim() - 1))
-    return rows.masked_fill(missing, padding_value), lengths
+    rows = data.index_select(0, _here(order)).unflatten(0, places.shape)
+    missing = _here(missing).view(*places.shape, *[1] * (data.dim() - 1))
+    return rows.masked_fill(missing, padding_value), _here(lengths)
 
 
 def reads_packed(module: nn.Module) -> bool:

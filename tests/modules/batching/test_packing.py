@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.func import grad, jvp, vmap
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_leaves
 
 import tdfunc as tdf
 from tests.modules.batching.cases import MEMBERS, total
@@ -100,6 +101,29 @@ def test_lengths_in_order_as_numbers():
     args = (torch.randint(9, (3, 6)), [6, 4, 1], True)
     got = grad(lambda p: total(apply(p, *args)))(params[0])
     torch.testing.assert_close(leaves_of(models[0], got), gradients_of(models[0], *args), **TIGHT)
+
+
+WAYS = {
+    "members": lambda apply, p, *args: tdf.Ensemble(apply)(p, *args),
+    "gradients": lambda apply, p, *args: vmap(grad(lambda q: total(apply(q, *args))))(p),
+    "one member": lambda apply, p, *args: apply(p[0], *args),
+    "gradient of one member": lambda apply, p, *args: grad(lambda q: total(apply(q, *args)))(p[0]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_replay_with_other_lengths(way):
+    """`jit` records again for lengths that it has not seen."""
+    _, apply, params = make()
+    ids, lengths = batch()
+
+    def fn(*args):
+        return WAYS[way](apply, *args)
+
+    recorded = tdf.jit(fn)
+    recorded(params, ids, lengths)
+    others = (params, ids.flip(1), torch.tensor([2, 2, 6, 4]))
+    torch.testing.assert_close(tree_leaves(recorded(*others)), tree_leaves(fn(*others)), **TIGHT)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

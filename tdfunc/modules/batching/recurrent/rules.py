@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tdfunc.core.context import in_functorch, in_vmap
+from tdfunc.core.context import in_functorch, in_vmap, is_recording
 from tdfunc.modules.batching.fold import is_batched
 from tdfunc.modules.batching.recurrent.calls import Call, parse, run_layers
 from tdfunc.modules.batching.recurrent.cells import STEPS, State, Step, Weights, linear, run_steps
@@ -48,8 +48,8 @@ def _layers_rule(kind: str) -> Rule:
 
 def _is_served(call: Call) -> bool:
     """Return whether torch's function cannot run a call here."""
-    # It reads the sizes of packed inputs by address, which no tensor has inside of transforms.
-    if call.batch_sizes is not None and in_functorch():
+    # It reads the sizes of packed inputs by address, which no tensor has inside of transforms and traces.
+    if call.batch_sizes is not None and (in_functorch() or is_recording()):
         return True
     # A mask of dropout can be the first tensor that differs by member.
     return (call.drops and in_vmap()) or is_batched(*call.tensors())
