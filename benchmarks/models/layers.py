@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from benchmarks.models.rows import Example, Row
 
@@ -106,6 +106,19 @@ class Packed(nn.Module):
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         out, state = self.layer(packed)
         return out.data, state
+
+
+class Tagger(nn.Module):
+    """Packed words, and a padded output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.layer = nn.GRU(4, 6, batch_first=True, bidirectional=True)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.embedding(ids), lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0]
 
 
 class Sampled(nn.Module):
@@ -275,6 +288,10 @@ def _lengths() -> Example:
     return Example((torch.randn(SEQUENCE), torch.tensor([5, 2, 3])))
 
 
+def _words() -> Example:
+    return Example((torch.randint(9, SEQUENCE[:2]), torch.tensor([5, 2, 3])))
+
+
 RECURRENT = [
     row("LSTM", lambda: nn.LSTM(4, 6, batch_first=True), SEQUENCE),
     row(
@@ -287,6 +304,7 @@ RECURRENT = [
     row("GRU", lambda: nn.GRU(4, 6, batch_first=True), SEQUENCE),
     row("GRU, two layers, both directions", lambda: nn.GRU(4, 6, 2, bidirectional=True), SEQUENCE),
     Row("GRU, packed sequence", lambda: Packed(nn.GRU(4, 6, batch_first=True)), _lengths),
+    Row("Embedding and GRU, packed and padded", Tagger, _words),
     row("RNN", lambda: nn.RNN(4, 6, batch_first=True), SEQUENCE),
     row("RNN, ReLU", lambda: nn.RNN(4, 6, nonlinearity="relu"), SEQUENCE),
     row("LSTMCell", lambda: Cells(nn.LSTMCell(4, 6)), SEQUENCE),

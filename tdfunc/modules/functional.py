@@ -13,7 +13,7 @@ from torch import Size, Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from tdfunc.core.context import in_functorch, in_vmap, is_compiling, is_tracing, outside
+from tdfunc.core.context import in_functorch, in_vmap, is_compiling, is_recording, is_tracing, outside
 from tdfunc.core.errors import UnsupportedError, error
 from tdfunc.core.generators import default_generators, refuse_draws
 from tdfunc.core.keys import dotted
@@ -22,7 +22,7 @@ from tdfunc.core.objects import open_objects
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.types import Kind, Path
 from tdfunc.core.walk import replace
-from tdfunc.modules.batching import Batching
+from tdfunc.modules.batching import PACKED, Batching, reads_packed
 from tdfunc.modules.checkpoint import Unmarked
 from tdfunc.modules.extract import from_module, split, unwrap
 from tdfunc.modules.plan import Spec, Straight, extra_values
@@ -70,6 +70,7 @@ class Apply:
         # The weights that the first call is watched for.
         self._originals = originals
         self._recomputes = is_recomputing(template)
+        self._reads_packed = reads_packed(template)
         # The code that puts leaves into the slots of skeletons, by those slots.
         self._fillers: dict[Hashable, Straight] = {}
         # All that are alive.
@@ -388,14 +389,14 @@ class Apply:
     def _forward(self, module: nn.Module, args: Any, kwargs: Any, mode: seeded | None) -> Any:
         try:
             compiling = is_compiling()
-            batched = in_vmap()
-            if mode is None and not self._recomputes and not batched:
+            rules = self._rules(compiling)
+            if mode is None and not self._recomputes and rules is None:
                 return module(*args, **kwargs)
             unmarked = nullcontext()
             if self._recomputes and in_functorch():
                 unmarked = Unmarked()
             # The last to be entered sees a call first; the draws of a rule come to the mode of the key.
-            rules = Batching() if batched else nullcontext()
+            rules = rules or nullcontext()
             if mode is None or mode.strict in self._keyed or compiling:
                 with mode or nullcontext(), unmarked, rules:
                     return module(*args, **kwargs)
@@ -414,6 +415,14 @@ class Apply:
             hint = "give each member its own statistics (vmap over params and buffers, in_dims 0), or use apply.eval()."
             # Of torch's own class: code that falls back to a loop catches RuntimeError.
             raise error(type(err), f"apply: {str(err).splitlines()[0]}", hint=hint) from err
+
+    def _rules(self, compiling: bool) -> Batching | None:
+        """Return the mode for the functions of forward that torch cannot run in the caller's transforms or trace."""
+        if in_vmap():
+            return Batching()
+        if self._reads_packed and not compiling and (in_functorch() or is_recording()):
+            return Batching(PACKED)
+        return None
 
     def _read_back(self, skeleton: Skeleton) -> list[Any]:
         # Read from the module, not from the clones: forward may have registered a new tensor under the name.

@@ -24,6 +24,7 @@ from torch.utils import checkpoint
 from tdfunc import random
 from tdfunc.core.context import is_compiling, is_known, outside, require_values
 from tdfunc.modules.batching import recurrent
+from tdfunc.modules.batching.fold import is_batched
 from tdfunc.modules.batching.pooling import RANDOM_POOLS
 from tdfunc.modules.batching.rule import by_body
 from tdfunc.random import splitmix
@@ -549,6 +550,28 @@ def _normal_of(
 # -- in place -------------------------------------------------------------------------------------------------------
 
 
+def _empty(mode: seeded, func: Any, /, *args: Any, **kwargs: Any) -> Tensor:
+    """Give each member memory of its own, which a draw by its key can fill.
+
+    torch makes one tensor for all members of a `vmap`, and refuses to write into it what differs by member.
+    """
+    made = func(*args, **kwargs)
+    if is_compiling() or not is_batched(mode.key) or kwargs.get("out") is not None:
+        return made
+    # Numbers that Python may read, such as indices, stay shared.
+    plain = made.is_floating_point() and made.is_contiguous() and made.layout == torch.strided
+    if is_batched(made) or made.requires_grad or not plain:
+        return made
+    return mode.key.new_empty(made.shape, dtype=made.dtype, device=made.device)
+
+
+def _new(mode: seeded, func: Any, /, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Serve `tensor.new(sizes)`; called with data, it has the numbers of that."""
+    if all([isinstance(x, (int, torch.Size)) for x in args]):
+        return _empty(mode, func, self, *args, **kwargs)
+    return func(self, *args, **kwargs)
+
+
 def _uniform_(mode: seeded, func: Any, /, self: Tensor, a: float = 0, b: float = 1, **kw: float) -> Tensor:
     low = _number(kw.get("from", a))
     high = _number(kw.get("to", b))
@@ -642,6 +665,8 @@ _SERVERS: dict[Any, Server] = {
     **dict.fromkeys((torch.bernoulli, Tensor.bernoulli), _bernoulli),
     **dict.fromkeys((torch.multinomial, Tensor.multinomial), _multinomial),
     torch.normal: _normal_of,
+    **dict.fromkeys((torch.empty, torch.empty_like, Tensor.new_empty), _empty),
+    Tensor.new: _new,
     Tensor.uniform_: _uniform_,
     Tensor.normal_: _normal_,
     Tensor.log_normal_: _log_normal_,

@@ -108,6 +108,91 @@ def test_draws_are_served(name, seed):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def drawn_into_an_object():
+    """A tensor that is filled where a name has it, and through a view."""
+    noise = torch.empty(6)
+    noise[:4].normal_()
+    noise[4:].uniform_(2, 3)
+    return noise
+
+
+# Of integers, with a tensor from outside, and with a loop until all numbers fit.
+SHARED = ("random_ of all", "bernoulli_ tensor", "init.trunc_normal_")
+IN_PLACE = {
+    **{name: DRAWS[name] for name in DRAWS if name.split()[0].endswith("_") and name not in SHARED},
+    "distributions.Normal": DRAWS["distributions.Normal"],
+    "distributions.Laplace": lambda: torch.distributions.Laplace(
+        torch.ones(3), torch.ones(3), validate_args=False
+    ).rsample(),
+    "distributions.Exponential": lambda: torch.distributions.Exponential(torch.ones(3), validate_args=False).rsample(),
+    "empty_like": lambda: torch.empty_like(torch.ones(6, 5)).normal_(),
+    "new_empty": lambda: torch.ones(6, 5).new_empty(3, 2).normal_(),
+    "new": lambda: torch.ones(6, 5).new(3, 2).normal_(),
+    "an object": drawn_into_an_object,
+}
+
+
+class Drawing(nn.Module):
+    """A layer, and a draw that no input of a member enters."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(()))
+        self.draw = draw
+
+    def forward(self):
+        return self.scale * self.draw()
+
+
+@pytest.mark.filterwarnings("error:There is a performance drop")
+@pytest.mark.parametrize("how", ["vmap", "traced"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_memory_of_a_member_is_filled_by_its_key(name, how):
+    """Draws in place under `vmap` are those of each member alone."""
+    apply, members = make_drawing(IN_PLACE[name])
+    got = tdf.Ensemble(apply, how=how)(members, rng=0)
+
+    keys = random.fold_in(random.key(0), torch.arange(3))
+    want = [apply(members[i], rng=keys[i]) for i in range(3)]
+    torch.testing.assert_close(got, torch.stack(want))
+
+
+@pytest.mark.parametrize("name", ["normal_", "distributions.Laplace", "an object"])
+def test_gradients_through_memory_of_a_member(name):
+    """`vmap` of `grad`, with a key for each member."""
+    apply, members = make_drawing(IN_PLACE[name])
+    keys = random.fold_in(random.key(0), torch.arange(3))
+    got = torch.vmap(torch.func.grad(lambda p, key: apply(p, rng=key).sum()))(members, keys)
+
+    want = [(apply(members[i], rng=keys[i]) / members[i]["scale"]).sum() for i in range(3)]
+    torch.testing.assert_close(got["scale"], torch.stack(want))
+
+
+def make_drawing(draw):
+    """The function and the weights of three members that draw."""
+    apply, _, _ = functional(Drawing(draw))
+    return apply, tdf.stack_modules([Drawing(draw) for _ in range(3)]).detach()
+
+
+@pytest.mark.filterwarnings("error:There is a performance drop")
+def test_hard_choices_of_members():
+    """`F.gumbel_softmax` writes the choices in place, without a warning of torch."""
+    keys = random.fold_in(random.key(0), torch.arange(3))
+    logits = torch.randn(3, 4, 5)
+    apply, params, _ = functional(Choice())
+    got = torch.vmap(lambda x, key: apply(params, x, rng=key))(logits, keys)
+
+    want = [apply(params, logits[i], rng=keys[i]) for i in range(3)]
+    torch.testing.assert_close(got, torch.stack(want))
+
+
+class Choice(nn.Module):
+    """A choice of one of several."""
+
+    def forward(self, logits):
+        return F.gumbel_softmax(logits, hard=True)
+
+
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_look_like_torchs(name):
     """Shape, dtype and whether a draw takes gradients are torch's."""

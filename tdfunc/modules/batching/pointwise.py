@@ -10,7 +10,7 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.overrides import TorchFunctionMode
 
 from tdfunc.modules.batching.fold import is_batched, where_batched
-from tdfunc.modules.batching.rule import Rule
+from tdfunc.modules.batching.rule import Rule, by_body
 
 _special: Any = torch.special
 _ROUND = {"nearest": torch.round, "lower": torch.floor, "higher": torch.ceil}
@@ -120,6 +120,8 @@ def _at(ordered: Tensor, places: Tensor, interpolation: str) -> Tensor:
 
 RULES: dict[Any, Rule] = {
     F.glu: _glu,
+    # The key's mode runs its body as well, below this one: only here do its writes in place come to rules.
+    F.gumbel_softmax: by_body(F.gumbel_softmax),
     F.rrelu: where_batched(_rrelu),
     torch.isin: where_batched(_isin),
     **dict.fromkeys((torch.isclose, Tensor.isclose), where_batched(_isclose)),

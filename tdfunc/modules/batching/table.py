@@ -9,6 +9,7 @@ from tdfunc.modules.batching import (
     indexing,
     linear,
     losses,
+    packing,
     pointwise,
     pooling,
     recurrent,
@@ -22,7 +23,10 @@ RULES: dict[Any, Rule] = {
     **indexing.RULES,
     **linear.RULES,
     **losses.RULES,
+    **packing.RULES,
     **pointwise.RULES,
     **pooling.RULES,
     **recurrent.RULES,
 }
+# The rules that packed sequences need in transforms without members as well.
+PACKED: dict[Any, Rule] = {**packing.RULES, **recurrent.LAYERS}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from tdfunc.core.context import in_functorch, in_vmap, is_recording
 from tdfunc.modules.batching.fold import is_batched
 from tdfunc.modules.batching.recurrent.calls import Call, parse, run_layers
 from tdfunc.modules.batching.recurrent.cells import STEPS, State, Step, Weights, linear, run_steps
@@ -21,8 +22,7 @@ def _layers_rule(kind: str) -> Rule:
 
     def run(mode: Any, func: Any, /, *args: Any, **kwargs: Any) -> Any:
         call = parse(args, kwargs)
-        # A mask of dropout can be the first tensor that differs by member.
-        if not (call.drops or is_batched(*call.tensors())) or not _fits(call):
+        if not _is_served(call) or not _fits(call):
             return func(*args, **kwargs)
         kernel = _kernel_of(kind, call)
 
@@ -44,6 +44,15 @@ def _layers_rule(kind: str) -> Rule:
         return call.result(*run_layers(call, layer))
 
     return run
+
+
+def _is_served(call: Call) -> bool:
+    """Return whether torch's function cannot run a call here."""
+    # It reads the sizes of packed inputs by address, which no tensor has inside of transforms and traces.
+    if call.batch_sizes is not None and (in_functorch() or is_recording()):
+        return True
+    # A mask of dropout can be the first tensor that differs by member.
+    return (call.drops and in_vmap()) or is_batched(*call.tensors())
 
 
 def _fits(call: Call) -> bool:
@@ -100,11 +109,14 @@ def _cell_rule(step: Step) -> Rule:
     return run
 
 
-RULES: dict[Any, Rule] = {
+LAYERS: dict[Any, Rule] = {
     torch.lstm: _layers_rule("lstm"),
     torch.gru: _layers_rule("gru"),
     torch.rnn_tanh: _layers_rule("rnn_tanh"),
     torch.rnn_relu: _layers_rule("rnn_relu"),
+}
+RULES: dict[Any, Rule] = {
+    **LAYERS,
     torch.lstm_cell: _cell_rule(STEPS["lstm"]),
     torch.gru_cell: _cell_rule(STEPS["gru"]),
     torch.rnn_tanh_cell: _cell_rule(STEPS["rnn_tanh"]),
