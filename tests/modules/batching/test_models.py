@@ -391,3 +391,46 @@ def test_averages_of_whole_images(n):
             return pool(x, 1)
 
     torch.testing.assert_close(vmap(by_rule)(x), torch.stack([pool(each, 1) for each in x]), **TIGHT)
+
+
+def floats(lowest, highest):
+    """Numbers some of which are outside of the range, one is nan, and two are its ends."""
+    x = torch.rand(MEMBERS, 50) * (highest - lowest) * 1.4 + lowest * 1.2
+    x[:, :3] = torch.tensor([lowest, highest, torch.nan])
+    return x
+
+
+# name -> (numbers, bins, lowest, highest)
+HISTOGRAMS = {
+    "experts": lambda: (torch.randint(9, (MEMBERS, 50)).float(), 8, 0, 7),
+    "range": lambda: (floats(-1.5, 2.0), 13, -1.5, 2.0),
+    "small range": lambda: (floats(0.0, 0.1), 7, 0, 0.1),
+    "float64": lambda: (floats(-1.0, 1.0).double(), 30, -1, 1),
+    "many dimensions": lambda: (floats(0.0, 1.0).reshape(MEMBERS, 5, 10), 4, 0, 1),
+    "none": lambda: (torch.zeros(MEMBERS, 0), 4, 0, 1),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", HISTOGRAMS)
+def test_histograms(name):
+    """The counts of a member are those of the kernel, and torch does not warn of a loop."""
+    x, *how = HISTOGRAMS[name]()
+
+    def by_rule(x):
+        with Batching():
+            return torch.histc(x, *how)
+
+    torch.testing.assert_close(vmap(by_rule)(x), torch.stack([torch.histc(each, *how) for each in x]), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_histograms_of_the_range_of_the_numbers():
+    """The range differs by member."""
+    x = torch.randn(MEMBERS, 20)
+
+    def by_rule(x):
+        with Batching():
+            return torch.histc(x, 5)
+
+    torch.testing.assert_close(vmap(by_rule)(x), torch.stack([torch.histc(each, 5) for each in x]), rtol=0, atol=0)
