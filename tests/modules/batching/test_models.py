@@ -434,3 +434,57 @@ def test_histograms_of_the_range_of_the_numbers():
             return torch.histc(x, 5)
 
     torch.testing.assert_close(vmap(by_rule)(x), torch.stack([torch.histc(each, 5) for each in x]), rtol=0, atol=0)
+
+
+class Shared(torch.nn.Linear):
+    """Writes into a tensor that is not a member's."""
+
+    def __init__(self, write):
+        super().__init__(2, 2)
+        self.write = write
+
+    def forward(self, x):
+        return self.write(torch.ones(3, 2), super().forward(x))
+
+
+def set_rows(out, h):
+    """Write rows by index."""
+    out[PLACES] = h
+    return out
+
+
+PLACES = torch.tensor([2, 0, 1])
+# method that the hint names -> a write
+WRITES = {
+    "index_add": lambda out, h: out.index_add_(0, PLACES, h),
+    "scatter_add": lambda out, h: out.scatter_add_(0, PLACES[:, None].expand(3, 2), h),
+    "index_put": set_rows,
+    "add": lambda out, h: out.add_(h),
+    "mul": lambda out, h: out.mul_(h),
+}
+
+
+@pytest.mark.parametrize(
+    "transform", [lambda fn: fn, lambda fn: tdf.jit(fn, captures="constants")], ids=["plain", "jit"]
+)
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_into_a_shared_tensor_names_the_line_and_the_method(name, transform):
+    """The message of torch names neither."""
+    models = [Shared(WRITES[name]) for _ in range(MEMBERS)]
+    apply = tdf.functional(models[0])[0]
+    step = transform(vmap(grad(lambda params, x: apply(params, x).sum()), (0, None)))
+
+    with pytest.raises(RuntimeError, match=rf"(?s)got: .*test_models\.py.*hint:.*`x = x\.{name}\(\.\.\.\)`"):
+        step(tdf.stack_modules(models), torch.randn(3, 2))
+
+
+def test_a_write_into_a_shared_tensor_is_a_loop():
+    """The plan has torch's own first line and the line of the forward; the numbers are those of the modules."""
+    models = [Shared(WRITES["index_add"]) for _ in range(MEMBERS)]
+    ensemble, x = tdf.Ensemble(tdf.functional(models[0])[0]), torch.randn(3, 2)
+
+    got = ensemble(tdf.stack_modules(models), x)
+
+    torch.testing.assert_close(got, torch.stack([model(x) for model in models]))
+    assert "index_add_(self, *extra_args) is not possible" in ensemble.plan()
+    assert "out.index_add_(0, PLACES, h)" in ensemble.plan()
