@@ -10,12 +10,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from traceback import walk_tb
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import optree
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._subclasses.fake_tensor import DataDependentOutputException as ValueUsed
@@ -32,12 +32,13 @@ from torch.utils._python_dispatch import (
 
 from tdfunc._jit.environment import Environment, contents, seeds_error
 from tdfunc._jit.memory import written_by
+from tdfunc._jit.recording import served
 from tdfunc._jit.recording.asked import answer_traced
 from tdfunc._jit.recording.reads import Read, make_read, serve
 from tdfunc._jit.results import Build, make_builder
 from tdfunc._jit.signature import refill
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.context import in_functorch, is_tracing, outside
+from tdfunc.core.context import is_tracing, outside
 from tdfunc.core.errors import CaptureError, ImmutableError, LeafMismatchError, UnsupportedError, user_line
 from tdfunc.core.memory import storage_id
 from tdfunc.core.pytree import flatten_with_paths
@@ -358,8 +359,9 @@ class Guard(TorchFunctionMode):
                 got=user_line(),
                 hint="pass the value as a separate argument.",
             )
-        if func is F.one_hot:
-            return _one_hot(*args, **kwargs)
+        serve_call = served.find(func)
+        if serve_call is not None:
+            return serve_call(func, *args, **kwargs)
         return func(*args, **kwargs)
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -374,26 +376,6 @@ class Guard(TorchFunctionMode):
             raise ValueUsed(func)
         with outside():
             return func(value, *args[1:], **kwargs)
-
-
-def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
-    """Return `F.one_hot` without a look at values, with torch's check of them at each replay.
-
-    torch leaves its check out for tensors without values, and inside vmap. Inside a gradient it reads the values of a
-    tensor that has none.
-    """
-    if not in_functorch() or num_classes < 0 or input.dtype != torch.int64:
-        # Also torch's errors, of another dtype and of a number of classes that only the values give.
-        out = F.one_hot(input, num_classes)
-    else:
-        numbers = torch.arange(num_classes, dtype=input.dtype, device=input.device)
-        out = (input.unsqueeze(-1) == numbers).to(torch.int64)
-    while _functorch.is_gradtrackingtensor(input):
-        input = _functorch.get_unwrapped(input)
-    if not _functorch.is_batchedtensor(input):
-        inside = ((input >= 0) & (input < out.shape[-1])).all()
-        torch.ops.aten._assert_async.msg(inside, "one_hot: classes must be at least 0 and below num_classes.")
-    return out
 
 
 # Readers of values that no dispatch mode sees.
@@ -558,10 +540,11 @@ def named_leaves(args: tuple[Any, ...], kwargs: dict[str, Any], *kinds: type) ->
 
 
 def _data_error(err: BaseException) -> UnsupportedError:
+    hint = "use torch.where and masks instead of `if`, .item() and boolean indexing, or jit less."
+    if any(["torch.distributions." in str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(err.__traceback__)]):
+        hint = "make the distribution with validate_args=False: it checks its arguments by their values."
     return UnsupportedError(
-        "jit: the function uses the value of a tensor, which a trace does not have.",
-        got=user_line(err),
-        hint="use torch.where and masks instead of `if`, .item() and boolean indexing, or jit less.",
+        "jit: the function uses the value of a tensor, which a trace does not have.", got=user_line(err), hint=hint
     )
 
 

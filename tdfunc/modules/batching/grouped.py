@@ -10,10 +10,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tdfunc.core.context import is_recording
 from tdfunc.modules.batching.fold import fold, to_front, unfold, where_batched
 from tdfunc.modules.batching.rule import Rule, by_body
 
 _grouped_mm: Any = vars(torch)["_grouped_mm"]
+# Those that the kernel takes, and that torch cannot trace.
+UNTRACED = (torch.float32, torch.float16)
+
+# The kernel as an operation that a trace can record in every dtype of the kernel.
+_library = torch.library.Library("tdfunc", "FRAGMENT")
+_library.define("grouped_mm(Tensor left, Tensor right, Tensor ends) -> Tensor")
+
+
+def _run(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return _grouped_mm(left, right, offs=ends)
+
+
+def _like(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Return a tensor like the kernel's, whose rows start at multiples of 16 bytes."""
+    rows, columns = left.shape[0], right.shape[-1]
+    step = 16 // left.element_size()
+    stride = (columns + step - 1) // step * step
+    if right.dim() == 3:
+        return left.new_empty_strided((rows, columns), (stride, 1))
+    return left.new_empty_strided((len(ends), rows, columns), (rows * stride, stride, 1))
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("grouped_mm", _run, _device)
+_library.impl("grouped_mm", _like, "Meta")
+_own: Any = torch.ops.tdfunc.grouped_mm.default
+
+
+def _multiply(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Return the kernel's products; a trace records them as an operation of its own."""
+    if is_recording() and left.dtype in UNTRACED and left.dtype == right.dtype:
+        return _own(left, right, ends)
+    return _run(left, right, ends)
 
 
 class _Products(torch.autograd.Function):
@@ -21,7 +55,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-        return _grouped_mm(rows, matrices, offs=ends)
+        return _multiply(rows, matrices, ends)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -47,7 +81,7 @@ class _Outer(torch.autograd.Function):
 
     @staticmethod
     def forward(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-        return _grouped_mm(left.mT, right, offs=ends)
+        return _multiply(left.mT, right, ends)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -84,16 +118,39 @@ def _fold_rows(rows: Tensor, dim: int | None, members: int, ends: Tensor) -> Ten
     return stacked.masked_fill((places >= last)[..., None], 0.0).flatten(0, 1)
 
 
-def _rule(
+def products(
     mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Any:
+    """Return the products that `F.grouped_mm` returns, or NotImplemented where these are not rows by group."""
     of_groups = mat_a.dim() == 2 and mat_b.dim() == 3 and offs is not None and offs.dim() == 1 and len(offs)
     if not of_groups or bias is not None or out_dtype is not None:
         return NotImplemented
     return _Products.apply(mat_a, mat_b, offs)
 
 
+def _counts(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+    """Return the number of rows of each group, and other histograms of a given range."""
+    is_float = input.dtype in (torch.float32, torch.float64) and input.device.type == "cpu"
+    is_integer = not input.dtype.is_floating_point and not input.dtype.is_complex and input.dtype != torch.bool
+    # Without a range, that of the numbers is taken. Other kernels of floats round in another order.
+    if min >= max or bins < 1 or not (is_float or is_integer) or torch.are_deterministic_algorithms_enabled():
+        return NotImplemented
+    flat = input.flatten()
+    if is_float:
+        low, high = torch.tensor([min, max], dtype=input.dtype)
+        places = (flat - low) / (high - low) * bins
+    else:
+        low, high = int(min), int(max)
+        if low == high:
+            return NotImplemented
+        places = (flat.long() - low) * bins // (high - low)
+    inside = (flat >= low) & (flat <= high)
+    places = torch.where(inside, places, 0).long().clamp(max=bins - 1)
+    return input.new_zeros(bins).scatter_add(0, places, inside.to(input.dtype))
+
+
 RULES: dict[Any, Rule] = {
+    **dict.fromkeys((torch.histc, Tensor.histc), where_batched(_counts)),
     F.grouped_mm: by_body(F.grouped_mm),
-    _grouped_mm: where_batched(_rule),
+    _grouped_mm: where_batched(products),
 }

@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tdfunc.core.errors import explain, user_line
+from tdfunc.modules.batching.fold import is_batched
 from tdfunc.modules.batching.rule import Rule
 from tdfunc.modules.batching.table import RULES
+
+# Of torch, where members write into a tensor that they share.
+_NO_ROOM = "(self, *extra_args) is not possible"
+_OTHER_SHAPE = "doesn't match the broadcast shape"
+_REMEDY = "use the method that returns a new tensor"
 
 
 class Batching(TorchFunctionMode):
@@ -24,6 +31,15 @@ class Batching(TorchFunctionMode):
         self._rules = rules
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return self._serve(func, args, kwargs)
+        except RuntimeError as err:
+            if _has_no_room(str(err), args):
+                # The same error, whose traceback and tensors the caller lets go of.
+                err.args = (_explain_room(func, str(err)),)
+            raise
+
+    def _serve(self, func: Any, args: Any, kwargs: Any) -> Any:
         rule = self._rules.get(func)
         if rule is not None:
             return rule(self, func, *args, **(kwargs or {}))
@@ -32,3 +48,21 @@ class Batching(TorchFunctionMode):
         if kwargs:
             return func(*args, **kwargs)
         return func(*args)
+
+
+# Any: the arguments of torch's function.
+def _has_no_room(text: str, args: Any) -> bool:
+    """Return whether torch raised because a tensor that members share cannot hold what they write."""
+    if _REMEDY in text:
+        return False
+    return _NO_ROOM in text or (_OTHER_SHAPE in text and not is_batched(args[:1]) and is_batched(args[1:]))
+
+
+# Any: the function of torch that was called.
+def _explain_room(func: Any, text: str) -> str:
+    """Return torch's message with the line of the forward, and what to write there."""
+    name = getattr(func, "__name__", "").strip("_")
+    name = {"setitem": "index_put", "iadd": "add", "isub": "sub", "imul": "mul"}.get(name, name)
+    example = f", as in `x = x.{name}(...)`" if hasattr(Tensor, name) else ""
+    hint = f"{_REMEDY}{example}; or write into a tensor made from a member's, as in `h.new_zeros(n, d)`."
+    return explain(text.strip(), got=user_line(), hint=hint)

@@ -391,3 +391,100 @@ def test_averages_of_whole_images(n):
             return pool(x, 1)
 
     torch.testing.assert_close(vmap(by_rule)(x), torch.stack([pool(each, 1) for each in x]), **TIGHT)
+
+
+def floats(lowest, highest):
+    """Numbers some of which are outside of the range, one is nan, and two are its ends."""
+    x = torch.rand(MEMBERS, 50) * (highest - lowest) * 1.4 + lowest * 1.2
+    x[:, :3] = torch.tensor([lowest, highest, torch.nan])
+    return x
+
+
+# name -> (numbers, bins, lowest, highest)
+HISTOGRAMS = {
+    "experts": lambda: (torch.randint(9, (MEMBERS, 50)).float(), 8, 0, 7),
+    "range": lambda: (floats(-1.5, 2.0), 13, -1.5, 2.0),
+    "small range": lambda: (floats(0.0, 0.1), 7, 0, 0.1),
+    "float64": lambda: (floats(-1.0, 1.0).double(), 30, -1, 1),
+    "many dimensions": lambda: (floats(0.0, 1.0).reshape(MEMBERS, 5, 10), 4, 0, 1),
+    "none": lambda: (torch.zeros(MEMBERS, 0), 4, 0, 1),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", HISTOGRAMS)
+def test_histograms(name):
+    """The counts of a member are those of the kernel, and torch does not warn of a loop."""
+    x, *how = HISTOGRAMS[name]()
+
+    def by_rule(x):
+        with Batching():
+            return torch.histc(x, *how)
+
+    torch.testing.assert_close(vmap(by_rule)(x), torch.stack([torch.histc(each, *how) for each in x]), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_histograms_of_the_range_of_the_numbers():
+    """The range differs by member."""
+    x = torch.randn(MEMBERS, 20)
+
+    def by_rule(x):
+        with Batching():
+            return torch.histc(x, 5)
+
+    torch.testing.assert_close(vmap(by_rule)(x), torch.stack([torch.histc(each, 5) for each in x]), rtol=0, atol=0)
+
+
+class Shared(torch.nn.Linear):
+    """Writes into a tensor that is not a member's."""
+
+    def __init__(self, write):
+        super().__init__(2, 2)
+        self.write = write
+
+    def forward(self, x):
+        return self.write(torch.ones(3, 2), super().forward(x))
+
+
+def set_rows(out, h):
+    """Write rows by index."""
+    out[PLACES] = h
+    return out
+
+
+PLACES = torch.tensor([2, 0, 1])
+# method that the hint names -> a write
+WRITES = {
+    "index_add": lambda out, h: out.index_add_(0, PLACES, h),
+    "scatter_add": lambda out, h: out.scatter_add_(0, PLACES[:, None].expand(3, 2), h),
+    "index_put": set_rows,
+    "add": lambda out, h: out.add_(h),
+    "mul": lambda out, h: out.mul_(h),
+}
+
+
+@pytest.mark.parametrize(
+    "transform", [lambda fn: fn, lambda fn: tdf.jit(fn, captures="constants")], ids=["plain", "jit"]
+)
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_into_a_shared_tensor_names_the_line_and_the_method(name, transform):
+    """The message of torch names neither."""
+    models = [Shared(WRITES[name]) for _ in range(MEMBERS)]
+    apply = tdf.functional(models[0])[0]
+    step = transform(vmap(grad(lambda params, x: apply(params, x).sum()), (0, None)))
+
+    with pytest.raises(RuntimeError, match=rf"(?s)got: .*test_models\.py.*hint:.*`x = x\.{name}\(\.\.\.\)`"):
+        step(tdf.stack_modules(models), torch.randn(3, 2))
+
+
+def test_a_write_into_a_shared_tensor_is_a_loop():
+    """The plan has torch's own first line and the line of the forward; the numbers are those of the modules."""
+    models = [Shared(WRITES["index_add"]) for _ in range(MEMBERS)]
+    ensemble, x = tdf.Ensemble(tdf.functional(models[0])[0]), torch.randn(3, 2)
+
+    got = ensemble(tdf.stack_modules(models), x)
+
+    torch.testing.assert_close(got, torch.stack([model(x) for model in models]))
+    assert "index_add_(self, *extra_args) is not possible" in ensemble.plan()
+    assert "out.index_add_(0, PLACES, h)" in ensemble.plan()
