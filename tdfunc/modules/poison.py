@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from tdfunc.core.errors import LeakError
 from tdfunc.core.keys import dotted
+from tdfunc.core.memory import storage_id
 from tdfunc.core.types import Path
 from tdfunc.modules.extract import walk
 
@@ -154,19 +155,36 @@ class Watch(TorchDispatchMode):
         Assigning `.data` or `requires_grad` is not an operation: it shows on the tensor. Writes of other libraries
         (numpy) show in the values.
         """
-        # None stands for all tensors without memory.
-        self._writes.discard(None)
         states = list(zip(self._before, self._bound, strict=True))
         if any(tensor.is_meta or _hides_writes(before, tensor) for before, tensor in states):
             return None
+        moved = {i for i, (before, tensor) in enumerate(states) if _state(tensor) != before}
+        return moved | self.changed()
+
+    def changed(self) -> set[int]:
+        """Return the places of the bound tensors that an operation wrote, or that have other values.
+
+        A tensor with another `requires_grad`, or the same values in other memory (weights of a GRU that are made
+        contiguous), is not among them.
+        """
+        # None stands for all tensors without memory.
+        self._writes.discard(None)
         places: set[int] = set()
-        for i, (before, tensor) in enumerate(states):
-            if before.memory in self._writes or _state(tensor) != before:
+        for i, (before, tensor) in enumerate(zip(self._before, self._bound, strict=True)):
+            if before.memory in self._writes or _state(tensor).version != before.version:
                 places.add(i)
         for i, (leaf, tensor) in enumerate(zip(self._leaves, self._bound, strict=True)):
             if not is_equal(_unwrap(leaf), _unwrap(tensor)):
                 places.add(i)
         return places
+
+
+def places_of(storages: Iterable[int], bound: list[Tensor]) -> set[int]:
+    """Return the places of the bound tensors that use one of these storages."""
+    found = set(storages)
+    if not found:
+        return set()
+    return {i for i, tensor in enumerate(bound) if storage_id(_unwrap(tensor)) in found}
 
 
 class _State(NamedTuple):

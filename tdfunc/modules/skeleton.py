@@ -292,6 +292,15 @@ def is_recomputing(template: nn.Module) -> bool:
     return any(value is checkpoint for _, value in _reachable(template, set()))
 
 
+def find_hooked(template: nn.Module) -> list[str]:
+    """Return the names of the modules that have hooks of the backward pass."""
+    found: list[str] = []
+    for name, module in template.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            found.append(name or type(module).__name__)
+    return found
+
+
 # -- one runnable copy --------------------------------------------------------------------------------------------
 
 # A container, a copy of it, and the keys of a dict.
