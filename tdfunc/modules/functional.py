@@ -328,7 +328,8 @@ class Apply:
                 before = len(writes)
                 out = self._forward(skeleton.module, args, kwargs, mode)
                 self._check_complete(skeleton)
-                self._warn_of_writes(places_of(writes[before:], bound), skeleton)
+                # Values cannot be compared here.
+                self._warn_of_writes({*places_of(writes[before:], bound), *skeleton.find_replaced(bound)}, skeleton)
             else:
                 # Under a watch for the original weights and for writes to leaves; no later call pays for it.
                 try:
@@ -378,7 +379,7 @@ class Apply:
         params = [i for i in may_be_written if i < n_params]
         buffers = sorted(i for i in may_be_written if i >= n_params)
         # First, so that a warning that is an error comes from the next call too: Ensemble then tries a loop.
-        self._warn_of_writes(watch.changed(), skeleton)
+        self._warn_of_writes(watch.changed() | watch.differing(skeleton.find_replaced(watch.bound)), skeleton)
         self._learned = _Learned(params, buffers, hidden, frozenset(written))
 
     def _warn_of_writes(self, places: set[int], skeleton: Skeleton) -> None:

@@ -7,7 +7,7 @@ writes, which later calls copy.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
@@ -120,7 +120,7 @@ class Watch(TorchDispatchMode):
             if isinstance(value, Tensor):
                 self._originals.pop(_memory(value), None)
         self._leaves = leaves
-        self._bound = bound
+        self.bound = bound
         self._before = list(map(_state, bound))
         self._writes: set[Any] = set()
 
@@ -155,7 +155,7 @@ class Watch(TorchDispatchMode):
         Assigning `.data` or `requires_grad` is not an operation: it shows on the tensor. Writes of other libraries
         (numpy) show in the values.
         """
-        states = list(zip(self._before, self._bound, strict=True))
+        states = list(zip(self._before, self.bound, strict=True))
         if any(tensor.is_meta or _hides_writes(before, tensor) for before, tensor in states):
             return None
         moved = {i for i, (before, tensor) in enumerate(states) if _state(tensor) != before}
@@ -170,13 +170,17 @@ class Watch(TorchDispatchMode):
         # None stands for all tensors without memory.
         self._writes.discard(None)
         places: set[int] = set()
-        for i, (before, tensor) in enumerate(zip(self._before, self._bound, strict=True)):
+        for i, (before, tensor) in enumerate(zip(self._before, self.bound, strict=True)):
             if before.memory in self._writes or _state(tensor).version != before.version:
                 places.add(i)
-        for i, (leaf, tensor) in enumerate(zip(self._leaves, self._bound, strict=True)):
+        for i, (leaf, tensor) in enumerate(zip(self._leaves, self.bound, strict=True)):
             if not is_equal(_unwrap(leaf), _unwrap(tensor)):
                 places.add(i)
         return places
+
+    def differing(self, others: Mapping[int, Tensor]) -> set[int]:
+        """Return the places at which other tensors do not have the values of the bound ones."""
+        return {i for i, other in others.items() if not is_equal(_unwrap(other), _unwrap(self.bound[i]))}
 
 
 def places_of(storages: Iterable[int], bound: list[Tensor]) -> set[int]:

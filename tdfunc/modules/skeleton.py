@@ -419,6 +419,15 @@ class Skeleton:
                     return f"{path}.{name}".lstrip(".")
         return None
 
+    def find_replaced(self, bound: list[Any]) -> dict[int, Tensor]:
+        """Return the tensors that forward put in place of the leaves that were bound, by the places of the leaves."""
+        replaced: dict[int, Tensor] = {}
+        for store, name, place in self.targets:
+            now = store.get(name)
+            if now is not None and now is not bound[place]:
+                replaced[place] = now
+        return replaced
+
     def reset(self) -> bool:
         """Empty the slots and undo the writes of forward to its modules and to the objects that they hold.
 

@@ -15,7 +15,7 @@ from tdfunc import Ensemble, from_module, functional, jit, stack_modules
 from tdfunc.modules.functional import Apply
 from tests.helpers import assert_pure
 
-pytestmark = pytest.mark.filterwarnings("ignore:apply. forward of (?!Momentum):UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:apply. forward of (Writes|Runs|ModuleList) writes:UserWarning")
 IDS = torch.tensor([0, 2])
 
 
@@ -389,6 +389,38 @@ FIRST_CALLS = {
     "Ensemble, chunks": lambda apply, one, tree, x: Ensemble(apply, chunk_size="auto")(tree, x),
     "jit of Ensemble": lambda apply, one, tree, x: jit(Ensemble(apply))(tree, x),
 }
+
+
+class Assigns(nn.Module):
+    """A forward that puts a new parameter in the place of one, with values times a factor."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor, self.layer = factor, nn.Linear(3, 2)
+
+    def forward(self, x):
+        self.layer.bias = nn.Parameter(self.layer.bias.detach() * self.factor)
+        return self.layer(x)
+
+
+# In a vmap that is recorded, torch's own modes refuse the new parameter.
+@pytest.mark.parametrize("name", [name for name in FIRST_CALLS if name not in ("Ensemble, traced", "jit of Ensemble")])
+def test_a_parameter_that_forward_replaces_warns(name):
+    """A new parameter under an old name is lost like a write to the old one."""
+    models = [Assigns(2.0) for _ in range(3)]
+    apply, params, _ = functional(models[0])
+    found = warnings_of(lambda: FIRST_CALLS[name](apply, params, stack_modules(models).detach(), torch.randn(4, 3)))
+
+    assert [text.partition(". ")[0] for text in found] == [
+        "apply: forward of Assigns writes the parameters ['layer.bias']"
+    ]
+
+
+def test_a_parameter_replaced_by_the_same_values_warns_of_nothing():
+    """Nothing is lost."""
+    apply, params, _ = functional(Assigns(1.0))
+
+    assert warnings_of(lambda: apply(params, torch.randn(4, 3))) == []
 
 
 @pytest.mark.parametrize("name", FIRST_CALLS)
