@@ -370,7 +370,8 @@ class Apply:
 
     def _learn(self, watch: Watch, skeleton: Skeleton, hidden: bool) -> None:
         """Note the leaves that later calls must copy, if the watched call shows them."""
-        written = watch.written()
+        changed = watch.changed()
+        written = watch.written(changed)
         if written is None:
             return
         n_params = self._spec.n_params
@@ -379,7 +380,7 @@ class Apply:
         params = [i for i in may_be_written if i < n_params]
         buffers = sorted(i for i in may_be_written if i >= n_params)
         # First, so that a warning that is an error comes from the next call too: Ensemble then tries a loop.
-        self._warn_of_writes(watch.changed() | watch.differing(skeleton.find_replaced(watch.bound)), skeleton)
+        self._warn_of_writes(changed | watch.differing(skeleton.find_replaced(watch.bound)), skeleton)
         self._learned = _Learned(params, buffers, hidden, frozenset(written))
 
     def _warn_of_writes(self, places: set[int], skeleton: Skeleton) -> None:

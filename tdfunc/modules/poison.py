@@ -149,8 +149,11 @@ class Watch(TorchDispatchMode):
                 if isinstance(value, Tensor):
                     self._writes.add(storage_of(value))
 
-    def written(self) -> set[int] | None:
+    def written(self, changed: set[int]) -> set[int] | None:
         """Return the places of the bound tensors that were written; None if that cannot be known.
+
+        Args:
+            changed: The result of `changed`.
 
         Assigning `.data` or `requires_grad` is not an operation: it shows on the tensor. Writes of other libraries
         (numpy) show in the values.
@@ -159,7 +162,7 @@ class Watch(TorchDispatchMode):
         if any(tensor.is_meta or _hides_writes(before, tensor) for before, tensor in states):
             return None
         moved = {i for i, (before, tensor) in enumerate(states) if _state(tensor) != before}
-        return moved | self.changed()
+        return moved | changed
 
     def changed(self) -> set[int]:
         """Return the places of the bound tensors that an operation wrote, or that have other values.
@@ -174,13 +177,13 @@ class Watch(TorchDispatchMode):
             if before.memory in self._writes or _state(tensor).version != before.version:
                 places.add(i)
         for i, (leaf, tensor) in enumerate(zip(self._leaves, self.bound, strict=True)):
-            if not is_equal(_unwrap(leaf), _unwrap(tensor)):
+            if not _has_values_of(_unwrap(leaf), _unwrap(tensor)):
                 places.add(i)
         return places
 
     def differing(self, others: Mapping[int, Tensor]) -> set[int]:
         """Return the places at which other tensors do not have the values of the bound ones."""
-        return {i for i, other in others.items() if not is_equal(_unwrap(other), _unwrap(self.bound[i]))}
+        return {i for i, other in others.items() if not _has_values_of(_unwrap(other), _unwrap(self.bound[i]))}
 
 
 def places_of(storages: Iterable[int], bound: list[Tensor]) -> set[int]:
@@ -188,7 +191,13 @@ def places_of(storages: Iterable[int], bound: list[Tensor]) -> set[int]:
     found = set(storages)
     if not found:
         return set()
-    return {i for i, tensor in enumerate(bound) if storage_id(_unwrap(tensor)) in found}
+    places: set[int] = set()
+    for i, tensor in enumerate(bound):
+        plain = _unwrap(tensor)
+        # Sparse tensors have no storage.
+        if plain.layout is torch.strided and storage_id(plain) in found:
+            places.add(i)
+    return places
 
 
 class _State(NamedTuple):
@@ -229,3 +238,15 @@ def is_equal(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a, b)
     except RuntimeError:
         return True
+
+
+def _has_values_of(a: Tensor, b: Tensor) -> bool:
+    """`is_equal`, where NaN is equal to NaN."""
+    if is_equal(a, b):
+        return True
+    if a.shape != b.shape:
+        return False
+    try:
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+    except RuntimeError:
+        return False

@@ -356,6 +356,14 @@ def test_what_loses_no_value_warns_of_nothing(name):
     assert warnings_of(lambda: apply(params, IDS)) == []
 
 
+def test_weights_that_are_not_numbers_warn_of_nothing():
+    """NaN is not equal to itself, and still no write."""
+    apply, params, _ = functional(nn.Linear(3, 2))
+    params = params.set("weight", torch.full((2, 3), torch.nan))
+
+    assert warnings_of(lambda: apply(params, torch.ones(3))) == []
+
+
 class Momentum(nn.Module):
     """A copy of a layer that forward moves towards it, as MoCo and BYOL do."""
 
