@@ -141,6 +141,18 @@ def deferral() -> Callable[[Callable[[list[Tensor]], list[Tensor]], Callable[[],
     return None
 
 
+def recorded_writes() -> list[int]:
+    """Return the storages that operations of the trace that the caller runs in wrote so far; empty if none notes them.
+
+    Use it to find the tensors that code writes where they have no values. The list grows.
+    """
+    for mode in _get_current_dispatch_mode_stack():
+        writes = getattr(mode, "writes", None)
+        if writes is not None:
+            return writes
+    return []
+
+
 def is_fake(device: torch.device | None) -> bool:
     """Return True if tensors made for this device have no values: it is meta, or a FakeTensorMode is active.
 

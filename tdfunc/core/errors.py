@@ -6,7 +6,9 @@ Each is a subclass of the builtin error that a caller would catch anyway; `error
 import math
 import os
 import reprlib
+import sys
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError
@@ -175,6 +177,16 @@ def user_line(err: BaseException | None = None) -> str:
     else:
         frames = traceback.extract_stack()
     return _innermost(frames, _is_foreign) or "(no line found)"
+
+
+def warn_user(message: str) -> None:
+    """Warn at the innermost line that is neither torch's nor ours."""
+    level = 2
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not _is_foreign(frame.f_code.co_filename):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, stacklevel=level)
 
 
 def forward_line(err: BaseException) -> str | None:

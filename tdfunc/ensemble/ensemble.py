@@ -57,7 +57,7 @@ _OWN_DRAWS = 'draw by torch, under rng=; or use how="loop", where each member dr
 
 RULE = """The rule of how="auto", by the first line that applies:
   loop    there is one member, or autocast is on for a device of the call (torch's vmap of a linear layer drops it).
-  loop    vmap cannot run the forward (.item(), data-dependent control flow): found by trying.
+  loop    vmap cannot run the forward (.item(), data-dependent control flow, backward hooks): found by trying.
   vmap    otherwise.
 A trace is made on request: how="traced", or tdf.jit around the step."""
 
@@ -383,7 +383,7 @@ class Ensemble:
             return run_seeded(generators, int(random.bits(key)), run)
         result, drew = watch(generators, run)
         if drew:
-            raise _no_key()
+            raise self._no_key()
         return result
 
     def _vmap(self, call: Call) -> Result:
@@ -448,7 +448,7 @@ class Ensemble:
             tensors, new = mapped_call(call.leaves, flat, call.keys)
         except RuntimeError as err:
             if _RANDOM_IN_VMAP in str(err):
-                raise _draw_error(call) from err
+                raise self._draw_error(call) from err
             raise
         parts, structure = seen
         check_output(parts)
@@ -469,7 +469,7 @@ class Ensemble:
         result = jitted(*given)
         if jitted.cache_info().misses != traces and jitted.draws(*given):
             del self._jitted[key]
-            raise _draw_error(call)
+            raise self._draw_error(call)
         return result
 
     def _make_jitted(
@@ -483,6 +483,23 @@ class Ensemble:
             return self._map(call.with_containers())
 
         return Jitted(run, None, _MOST_TRACES, reads=self._own_methods())
+
+    def _draw_error(self, call: Call) -> UnsupportedError:
+        """Return the error for random numbers that do not come from the keys of a call."""
+        if call.keys is None:
+            return self._no_key()
+        return _past_key()
+
+    def _no_key(self) -> UnsupportedError:
+        hint = "pass rng: forward draws in evaluation mode too."
+        if any([module.training for module in self.apply.module.modules()]):
+            hint = "pass rng, or use apply.eval()."
+        return UnsupportedError(
+            "Ensemble: forward drew random numbers and no rng was given.",
+            expected="rng=key: member i then draws from tdfunc.random.fold_in(key, i)",
+            got="rng=None",
+            hint=hint,
+        )
 
     def _own_methods(self) -> tuple[FunctionType, ...]:
         """Return the methods of the modules' own classes: a global that they read is part of a trace's key."""
@@ -515,22 +532,6 @@ def _put_before(err: BaseException, first: Exception | None) -> None:
         earlier = earlier.__cause__ or earlier.__context__
     if first is not None and id(first) not in seen:
         err.__context__ = first
-
-
-def _draw_error(call: Call) -> UnsupportedError:
-    """Return the error for random numbers that do not come from the keys of a call."""
-    if call.keys is None:
-        return _no_key()
-    return _past_key()
-
-
-def _no_key() -> UnsupportedError:
-    return UnsupportedError(
-        "Ensemble: forward drew random numbers and no rng was given.",
-        expected="rng=key: member i then draws from tdfunc.random.fold_in(key, i)",
-        got="rng=None",
-        hint="pass rng, or use apply.eval().",
-    )
 
 
 def _past_key() -> UnsupportedError:

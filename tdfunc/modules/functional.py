@@ -13,8 +13,16 @@ from torch import Size, Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from tdfunc.core.context import in_functorch, in_vmap, is_compiling, is_recording, is_tracing, outside
-from tdfunc.core.errors import UnsupportedError, error
+from tdfunc.core.context import (
+    in_functorch,
+    in_vmap,
+    is_compiling,
+    is_recording,
+    is_tracing,
+    outside,
+    recorded_writes,
+)
+from tdfunc.core.errors import UnsupportedError, brief, error, explain, warn_user
 from tdfunc.core.generators import default_generators, refuse_draws
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorData
@@ -26,9 +34,9 @@ from tdfunc.modules.batching import PACKED, Batching, reads_packed
 from tdfunc.modules.checkpoint import Unmarked
 from tdfunc.modules.extract import from_module, split, unwrap
 from tdfunc.modules.plan import Spec, Straight, extra_values
-from tdfunc.modules.poison import Originals, Watch, weak_weights
+from tdfunc.modules.poison import Originals, Watch, places_of, weak_weights
 from tdfunc.modules.random import seeded
-from tdfunc.modules.skeleton import Skeleton, duplicate, is_recomputing, make_template
+from tdfunc.modules.skeleton import Skeleton, duplicate, find_hooked, is_recomputing, make_template
 from tdfunc.modules.unsharded import unsharded
 from tdfunc.ops.base.foreach import can_foreach
 from tdfunc.ops.base.reading import entries
@@ -71,6 +79,8 @@ class Apply:
         self._originals = originals
         self._recomputes = is_recomputing(template)
         self._reads_packed = reads_packed(template)
+        # The submodules with hooks of the backward pass, by their names.
+        self._hooked = find_hooked(template)
         # The code that puts leaves into the slots of skeletons, by those slots.
         self._fillers: dict[Hashable, Straight] = {}
         # All that are alive.
@@ -81,6 +91,8 @@ class Apply:
         self._traced = self._new_skeleton()
         # None until a watched call.
         self._learned: _Learned | None = None
+        # Of parameters that forward writes.
+        self._warned = False
         # Whether a call under a key was watched for other draws: from all generators (True), from foreign ones.
         self._keyed: set[bool] = set()
 
@@ -154,7 +166,7 @@ class Apply:
             TieError: Two paths of one tensor of the module have different leaves.
             LeakError: Forward used a weight that it did not get from the trees.
             UnsupportedError: Forward has an argument with the name of one of these, draws random numbers past `rng`, or
-                makes a new parameter.
+                makes a new parameter; or a module has backward hooks, which torch's vmap does not run.
         """
         if self._reserved:
             raise self._name_error(self._reserved)
@@ -318,10 +330,15 @@ class Apply:
                 # Forward may write to it; the tree keeps its own.
                 skeleton.owners[path].set_extra_state(copying.deepcopy(value))
             # Not watched in a trace or on fake tensors: the next call will do.
-            if compiling or learned is not None or is_tracing():
+            if compiling or learned is not None:
                 out = self._forward(skeleton.module, args, kwargs, mode)
-                if not compiling and learned is None:
-                    self._check_complete(skeleton)
+            elif is_tracing():
+                writes = recorded_writes()
+                before = len(writes)
+                out = self._forward(skeleton.module, args, kwargs, mode)
+                self._check_complete(skeleton)
+                # Values cannot be compared here.
+                self._warn_of_writes({*places_of(writes[before:], bound), *skeleton.find_replaced(bound)}, skeleton)
             else:
                 # Under a watch for the original weights and for writes to leaves; no later call pays for it.
                 try:
@@ -362,7 +379,8 @@ class Apply:
 
     def _learn(self, watch: Watch, skeleton: Skeleton, hidden: bool) -> None:
         """Note the leaves that later calls must copy, if the watched call shows them."""
-        written = watch.written()
+        changed = watch.changed()
+        written = watch.written(changed)
         if written is None:
             return
         n_params = self._spec.n_params
@@ -370,7 +388,29 @@ class Apply:
         may_be_written = written | skeleton.renormed | (all_buffers - skeleton.lent)
         params = [i for i in may_be_written if i < n_params]
         buffers = sorted(i for i in may_be_written if i >= n_params)
+        # First, so that a warning that is an error comes from the next call too: Ensemble then tries a loop.
+        self._warn_of_writes(changed | watch.differing(skeleton.find_replaced(watch.bound)), skeleton)
         self._learned = _Learned(params, buffers, hidden, frozenset(written))
+
+    def _warn_of_writes(self, places: set[int], skeleton: Skeleton) -> None:
+        """Warn once if forward wrote parameters among these places: a call returns buffers, but no parameters.
+
+        Embeddings with `max_norm` scale the same rows again in each call, so nothing is lost.
+        """
+        lost = [i for i in sorted(places - skeleton.renormed) if i < self._spec.n_params]
+        if not lost or self._warned:
+            return
+        names = brief([dotted(self.paths[i]) for i in lost])
+        message = (
+            f"apply: forward of {self._spec.name} writes the parameters {names}. "
+            "The call computes with the new values, and the tree keeps its own: the writes are lost."
+        )
+        hint = (
+            "make them buffers (register_buffer) and call apply.with_buffers, which returns them; or compute the new "
+            "weights outside of forward, and put them into the tree."
+        )
+        warn_user(explain(message, hint=hint))
+        self._warned = True
 
     def _with_clones(self, leaves: list[Any], learned: _Learned | None) -> list[Any]:
         """Return the leaves, with clones of those that forward may write: of all before the watched call."""
@@ -390,6 +430,8 @@ class Apply:
         try:
             compiling = is_compiling()
             rules = self._rules(compiling)
+            if self._hooked and torch.is_grad_enabled() and in_vmap():
+                raise _hooks_error(self._hooked)
             if mode is None and not self._recomputes and rules is None:
                 return module(*args, **kwargs)
             unmarked = nullcontext()
@@ -445,6 +487,15 @@ def _cache_error() -> UnsupportedError:
         expected="weights computed from the parameters given to this call",
         got="a cache with the weights of an earlier call",
         hint="leave the cached() block first.",
+    )
+
+
+def _hooks_error(names: list[str]) -> UnsupportedError:
+    return UnsupportedError(
+        f"apply: the backward hooks of {brief(names)} do not run under torch's vmap.",
+        expected="no hooks of register_full_backward_hook or register_full_backward_pre_hook",
+        got="a gradient without them, which would be another one",
+        hint='Ensemble(apply, how="loop") and backward() call them; without a gradient, use torch.no_grad().',
     )
 
 
@@ -516,6 +567,10 @@ def functional(
     only these leaves, all buffers except the statistics of norms in evaluation mode, and embeddings with `max_norm`.
     Later calls are not watched: a forward that then writes other leaves writes into the given tree.
 
+    No call keeps what forward writes into parameters: the first one that sees such a write warns, and names them. A
+    mask that forward multiplies into a weight in place (`weight.data.mul_(mask)`) has no other effect than this
+    warning. An embedding with `max_norm` gives none: it scales the same rows again in each call.
+
     Args:
         module: Any module; one wrapped by `torch.compile` is unwrapped. If `fully_shard` (FSDP2) or
             `DistributedDataParallel` wraps it, only its layers run, and nothing is reduced between ranks. Under FSDP2
@@ -550,11 +605,21 @@ def functional(
             got=f"forward{signature}",
             hint="functional(m, call_only=True) and apply.call(params, args, kwargs, buffers=, rng=).",
         )
+    _warn_of_hooks(module)
     live = from_module(module)
     tree = live.apply(lambda leaf: leaf.detach().clone() if copy else leaf.detach())
     if copy:
         tree = _with_copied_states(tree)
     return make_apply(make_template(module), tree, reserved, weak_weights(module), _find_frozen(live))
+
+
+def _warn_of_hooks(module: nn.Module) -> None:
+    """Warn if parameters have hooks: they belong to the module's own tensors, not to the leaves."""
+    hooked = [name for name, value in module.named_parameters() if value._backward_hooks]
+    if hooked:
+        message = f"functional: the hooks of the parameters {brief(hooked)} are not applied."
+        hint = "change the gradients where they are computed: grads.at[path].mul(mask), for example."
+        warn_user(explain(message, hint=hint))
 
 
 def _find_frozen(live: "TensorDict") -> Set[Path]:

@@ -7,7 +7,7 @@ writes, which later calls copy.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from tdfunc.core.errors import LeakError
 from tdfunc.core.keys import dotted
+from tdfunc.core.memory import storage_id
 from tdfunc.core.types import Path
 from tdfunc.modules.extract import walk
 
@@ -119,7 +120,7 @@ class Watch(TorchDispatchMode):
             if isinstance(value, Tensor):
                 self._originals.pop(_memory(value), None)
         self._leaves = leaves
-        self._bound = bound
+        self.bound = bound
         self._before = list(map(_state, bound))
         self._writes: set[Any] = set()
 
@@ -148,25 +149,55 @@ class Watch(TorchDispatchMode):
                 if isinstance(value, Tensor):
                     self._writes.add(storage_of(value))
 
-    def written(self) -> set[int] | None:
+    def written(self, changed: set[int]) -> set[int] | None:
         """Return the places of the bound tensors that were written; None if that cannot be known.
+
+        Args:
+            changed: The result of `changed`.
 
         Assigning `.data` or `requires_grad` is not an operation: it shows on the tensor. Writes of other libraries
         (numpy) show in the values.
         """
-        # None stands for all tensors without memory.
-        self._writes.discard(None)
-        states = list(zip(self._before, self._bound, strict=True))
+        states = list(zip(self._before, self.bound, strict=True))
         if any(tensor.is_meta or _hides_writes(before, tensor) for before, tensor in states):
             return None
+        moved = {i for i, (before, tensor) in enumerate(states) if _state(tensor) != before}
+        return moved | changed
+
+    def changed(self) -> set[int]:
+        """Return the places of the bound tensors that an operation wrote, or that have other values.
+
+        A tensor with another `requires_grad`, or the same values in other memory (weights of a GRU that are made
+        contiguous), is not among them.
+        """
+        # None stands for all tensors without memory.
+        self._writes.discard(None)
         places: set[int] = set()
-        for i, (before, tensor) in enumerate(states):
-            if before.memory in self._writes or _state(tensor) != before:
+        for i, (before, tensor) in enumerate(zip(self._before, self.bound, strict=True)):
+            if before.memory in self._writes or _state(tensor).version != before.version:
                 places.add(i)
-        for i, (leaf, tensor) in enumerate(zip(self._leaves, self._bound, strict=True)):
-            if not is_equal(_unwrap(leaf), _unwrap(tensor)):
+        for i, (leaf, tensor) in enumerate(zip(self._leaves, self.bound, strict=True)):
+            if not _has_values_of(_unwrap(leaf), _unwrap(tensor)):
                 places.add(i)
         return places
+
+    def differing(self, others: Mapping[int, Tensor]) -> set[int]:
+        """Return the places at which other tensors do not have the values of the bound ones."""
+        return {i for i, other in others.items() if not _has_values_of(_unwrap(other), _unwrap(self.bound[i]))}
+
+
+def places_of(storages: Iterable[int], bound: list[Tensor]) -> set[int]:
+    """Return the places of the bound tensors that use one of these storages."""
+    found = set(storages)
+    if not found:
+        return set()
+    places: set[int] = set()
+    for i, tensor in enumerate(bound):
+        plain = _unwrap(tensor)
+        # Sparse tensors have no storage.
+        if plain.layout is torch.strided and storage_id(plain) in found:
+            places.add(i)
+    return places
 
 
 class _State(NamedTuple):
@@ -207,3 +238,15 @@ def is_equal(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a, b)
     except RuntimeError:
         return True
+
+
+def _has_values_of(a: Tensor, b: Tensor) -> bool:
+    """`is_equal`, where NaN is equal to NaN."""
+    if is_equal(a, b):
+        return True
+    if a.shape != b.shape:
+        return False
+    try:
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+    except RuntimeError:
+        return False

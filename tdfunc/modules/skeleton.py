@@ -292,6 +292,15 @@ def is_recomputing(template: nn.Module) -> bool:
     return any(value is checkpoint for _, value in _reachable(template, set()))
 
 
+def find_hooked(template: nn.Module) -> list[str]:
+    """Return the names of the modules that have hooks of the backward pass."""
+    found: list[str] = []
+    for name, module in template.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            found.append(name or type(module).__name__)
+    return found
+
+
 # -- one runnable copy --------------------------------------------------------------------------------------------
 
 # A container, a copy of it, and the keys of a dict.
@@ -409,6 +418,15 @@ class Skeleton:
                 if is_new and isinstance(value, nn.Parameter) and value.requires_grad:
                     return f"{path}.{name}".lstrip(".")
         return None
+
+    def find_replaced(self, bound: list[Any]) -> dict[int, Tensor]:
+        """Return the tensors that forward put in place of the leaves that were bound, by the places of the leaves."""
+        replaced: dict[int, Tensor] = {}
+        for store, name, place in self.targets:
+            now = store.get(name)
+            if now is not None and now is not bound[place]:
+                replaced[place] = now
+        return replaced
 
     def reset(self) -> bool:
         """Empty the slots and undo the writes of forward to its modules and to the objects that they hold.

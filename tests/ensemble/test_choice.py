@@ -316,3 +316,68 @@ def test_threads_share_an_ensemble(how):
     run_in_threads(work, range(4))
 
     assert wrong == []
+
+
+def halve(module, grads, *_):
+    """A hook that changes the gradient."""
+    return (grads[0] * 0.5,)
+
+
+HOOKS = {
+    "full": lambda layer: layer.register_full_backward_hook(halve),
+    "before": lambda layer: layer.register_full_backward_pre_hook(halve),
+    "old": lambda layer: layer.register_backward_hook(lambda module, given, out: (given[0], *given[1:])),
+}
+
+
+def make_hooked(kind):
+    """An MLP in float64 whose last layer has a hook of the backward pass."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    HOOKS[kind](model[2])
+    return model
+
+
+@pytest.mark.parametrize("kind", ["full", "before"])
+def test_backward_hooks_change_the_gradients_of_each_member(kind):
+    """Gradients of `auto` are those of the modules, which vmap would give without the hooks."""
+    models = [make_hooked(kind) for _ in range(3)]
+    ensemble, tree = ensemble_of(models)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    live = tree.apply(lambda leaf: leaf.detach().clone().requires_grad_())
+    ensemble(live, x).square().sum().backward()
+    for model in models:
+        model(x).square().sum().backward()
+
+    assert_close(live["0", "weight"].grad, torch.stack([model[0].weight.grad for model in models]))
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_modules_with_backward_hooks_run_in_a_loop(kind):
+    """The plan names the module of the hook."""
+    ensemble, tree = ensemble_of([make_hooked(kind) for _ in range(3)])
+    ensemble(tree, torch.ones(5, 3, dtype=torch.float64))
+
+    assert line(ensemble).startswith("loop, 3 members: vmap cannot run the forward: apply: the backward hooks of ['2']")
+
+
+def test_backward_hooks_do_not_matter_without_a_gradient():
+    """Under no_grad the members run in vmap; a later call with gradients does not."""
+    ensemble, tree = ensemble_of([make_hooked("full") for _ in range(3)])
+    x = torch.ones(5, 3, dtype=torch.float64)
+    with torch.no_grad():
+        ensemble(tree, x)
+    without = line(ensemble)
+    ensemble(tree, x)
+
+    assert (without[:4], line(ensemble)[:4]) == ("vmap", "loop")
+
+
+@pytest.mark.parametrize("outer", [torch.vmap, lambda f: torch.vmap(torch.func.grad(lambda p: f(p).sum()))])
+def test_apply_refuses_backward_hooks_in_vmap(outer):
+    """Also without an Ensemble, the gradient would be another one."""
+    models = [make_hooked("full") for _ in range(3)]
+    ensemble, tree = ensemble_of(models)
+    x = torch.ones(5, 3, dtype=torch.float64)
+
+    with pytest.raises(UnsupportedError, match=r"backward hooks of \['2'\]"):
+        outer(lambda p: ensemble.apply(p, x))(tree.detach())

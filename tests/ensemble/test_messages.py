@@ -45,6 +45,13 @@ def drawn_outside(draw):
     return layer
 
 
+def hooked():
+    """A module with a hook of the backward pass."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    model[0].register_full_backward_pre_hook(lambda module, grads: None)
+    return model
+
+
 class Takes(nn.Module):
     """A module whose forward has an argument of any name."""
 
@@ -65,6 +72,12 @@ def run(modules, how, **options):
     """Call an ensemble of modules in training mode."""
     ensemble, tree = ensemble_of([module.train() for module in modules], how)
     return ensemble(tree, torch.ones(5, 3), **options)
+
+
+def evaluate(fn):
+    """Call an ensemble of modules in evaluation mode."""
+    ensemble, tree = ensemble_of([Returns(fn).eval() for _ in range(2)])
+    return ensemble(tree, torch.ones(5, 3))
 
 
 def share_statistics():
@@ -127,6 +140,12 @@ MESSAGES = [
      "requires grad"),
     (lambda: run([make_mlp(0.5)], "auto"), tdf.UnsupportedError, "no rng was given", "rng=key", "rng=None",
      "apply.eval"),
+    (lambda: evaluate(lambda y: y + torch.randn(2)), tdf.UnsupportedError, "no rng was given",
+     "pass rng: forward draws in evaluation mode too."),
+    (lambda: run([hooked() for _ in range(2)], "vmap"), tdf.UnsupportedError, "hooks of ['0'] do not run", "vmap",
+     'how="loop"'),
+    (lambda: run([hooked() for _ in range(2)], "traced"), tdf.UnsupportedError, "hooks of ['0'] do not run", "vmap",
+     'how="loop"'),
     (lambda: run([Returns(lambda y: torch.poisson(y.exp())) for _ in range(2)], "vmap", rng=0), tdf.UnsupportedError,
      "past its member's key", "default generator", 'how="loop"'),
     (lambda: run([Returns(lambda y: y * random.random())] * 2, "vmap"), tdf.UnsupportedError, "once for all members",

@@ -491,3 +491,14 @@ def test_a_layer_that_an_example_built_is_a_leaf():
 def test_a_constant_that_forward_makes_is_not_refused():
     """A frozen parameter that forward computes is a cache."""
     assert torch.equal(run_alone(LateTable()), X * torch.arange(3.0))
+
+
+def test_hooks_of_parameters_are_named():
+    """A hook belongs to the module's own tensor: `functional` warns once, and the gradient is without it."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[1].weight.register_hook(lambda grad: grad * 0.0)
+    with pytest.warns(UserWarning, match=r"hooks of the parameters \['1\.weight'\] are not applied") as caught:
+        apply, params, _ = functional(model)
+    apply(params, torch.ones(3))
+
+    assert [one.filename for one in caught] == [__file__]

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import re
+import warnings
 
 import pytest
 import torch
@@ -9,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tdfunc import from_module, functional
+from tdfunc import Ensemble, from_module, functional, jit, stack_modules
 from tdfunc.modules.functional import Apply
 from tests.helpers import assert_pure
 
+pytestmark = pytest.mark.filterwarnings("ignore:apply. forward of (Writes|Runs|ModuleList) writes:UserWarning")
 IDS = torch.tensor([0, 2])
 
 
@@ -311,3 +314,169 @@ def test_a_forward_that_branches_writes_no_given_leaf(call, branches):
 
     expected = [functional(module)[0].with_buffers(params, buffers, x, branch)[0] for branch in branches]
     torch.testing.assert_close(found, expected)
+
+
+def warnings_of(run):
+    """The texts of the warnings of tdfunc that a function makes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(one.message) for one in caught if "apply: " in str(one.message)]
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("embedding", "bag")])
+def test_a_write_to_a_parameter_warns_once(name):
+    """Each way of writing is noticed in the first call, also one that leaves the values as they are."""
+    apply, params, _ = functional(MODELS[name]())
+    found = warnings_of(lambda: [apply(params, IDS) for _ in range(3)])
+
+    assert len(found) == 1
+    assert re.search(r"(?s)forward of Writes writes the parameters \['w'\].*writes are lost.*with_buffers", found[0])
+
+
+@pytest.mark.parametrize("name", ["embedding", "bag"])
+def test_rows_that_torch_scales_warn_of_nothing(name):
+    """An embedding with `max_norm` scales the same rows again in each call."""
+    apply, params, _ = functional(MODELS[name]())
+
+    assert warnings_of(lambda: apply(params, inputs(name))) == []
+
+
+WITHOUT_LOSS = {
+    "frozen": lambda w: w.requires_grad_(False),
+    "same values elsewhere": lambda w: setattr(w, "data", w.data.clone()),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_LOSS)
+def test_what_loses_no_value_warns_of_nothing(name):
+    """Another flag, or other memory with the same values, loses nothing."""
+    apply, params, _ = functional(Writes(WITHOUT_LOSS[name]))
+
+    assert warnings_of(lambda: apply(params, IDS)) == []
+
+
+def test_weights_that_are_not_numbers_warn_of_nothing():
+    """NaN is not equal to itself, and still no write."""
+    apply, params, _ = functional(nn.Linear(3, 2))
+    params = params.set("weight", torch.full((2, 3), torch.nan))
+
+    assert warnings_of(lambda: apply(params, torch.ones(3))) == []
+
+
+class Momentum(nn.Module):
+    """A copy of a layer that forward moves towards it, as MoCo and BYOL do."""
+
+    def __init__(self):
+        super().__init__()
+        self.online, self.target = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for new, old in zip(self.online.parameters(), self.target.parameters(), strict=True):
+                old.lerp_(new, 0.5)
+        return self.online(x) - self.target(x).detach()
+
+
+def gradient(apply):
+    """The gradient of a sum of outputs."""
+    return torch.func.grad(lambda tree, x: apply(tree, x).sum())
+
+
+FIRST_CALLS = {
+    "plain": lambda apply, one, tree, x: apply(one, x),
+    "grad": lambda apply, one, tree, x: gradient(apply)(one, x),
+    "vmap": lambda apply, one, tree, x: torch.vmap(apply, in_dims=(0, None))(tree, x),
+    "vmap of grad": lambda apply, one, tree, x: torch.vmap(gradient(apply), in_dims=(0, None))(tree, x),
+    "jit": lambda apply, one, tree, x: jit(apply)(one, x),
+    "jit of grad": lambda apply, one, tree, x: jit(gradient(apply))(one, x),
+    "jit of vmap of grad": lambda apply, one, tree, x: jit(torch.vmap(gradient(apply), in_dims=(0, None)))(tree, x),
+    "Ensemble": lambda apply, one, tree, x: Ensemble(apply)(tree, x),
+    "Ensemble, loop": lambda apply, one, tree, x: Ensemble(apply, "loop")(tree, x),
+    "Ensemble, traced": lambda apply, one, tree, x: Ensemble(apply, "traced")(tree, x),
+    "Ensemble, chunks": lambda apply, one, tree, x: Ensemble(apply, chunk_size="auto")(tree, x),
+    "jit of Ensemble": lambda apply, one, tree, x: jit(Ensemble(apply))(tree, x),
+}
+
+
+class Assigns(nn.Module):
+    """A forward that puts a new parameter in the place of one, with values times a factor."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor, self.layer = factor, nn.Linear(3, 2)
+
+    def forward(self, x):
+        self.layer.bias = nn.Parameter(self.layer.bias.detach() * self.factor)
+        return self.layer(x)
+
+
+# In a vmap that is recorded, torch's own modes refuse the new parameter.
+@pytest.mark.parametrize("name", [name for name in FIRST_CALLS if name not in ("Ensemble, traced", "jit of Ensemble")])
+def test_a_parameter_that_forward_replaces_warns(name):
+    """A new parameter under an old name is lost like a write to the old one."""
+    models = [Assigns(2.0) for _ in range(3)]
+    apply, params, _ = functional(models[0])
+    found = warnings_of(lambda: FIRST_CALLS[name](apply, params, stack_modules(models).detach(), torch.randn(4, 3)))
+
+    assert [text.partition(". ")[0] for text in found] == [
+        "apply: forward of Assigns writes the parameters ['layer.bias']"
+    ]
+
+
+def test_a_parameter_replaced_by_the_same_values_warns_of_nothing():
+    """Nothing is lost."""
+    apply, params, _ = functional(Assigns(1.0))
+
+    assert warnings_of(lambda: apply(params, torch.randn(4, 3))) == []
+
+
+@pytest.mark.parametrize("name", FIRST_CALLS)
+def test_a_first_call_of_any_kind_warns(name):
+    """Under transforms, in a trace and through an Ensemble, all written parameters are named once."""
+    models = [Momentum() for _ in range(3)]
+    apply, params, _ = functional(models[0])
+    found = warnings_of(lambda: FIRST_CALLS[name](apply, params, stack_modules(models).detach(), torch.randn(4, 3)))
+
+    assert len(found) == 1
+    assert "writes the parameters ['target.weight', 'target.bias']." in found[0]
+
+
+@pytest.mark.parametrize(
+    "write", [lambda w: w.data.clamp_(max=0.5), torch.no_grad()(lambda w: torch._foreach_mul_([w], 2.0))]
+)
+def test_a_trace_shows_writes_past_the_version(write):
+    """Writes that no version counter shows are noticed in a trace."""
+    apply, params, _ = functional(Writes(write))
+
+    assert len(warnings_of(lambda: jit(apply, captures="constants")(params, IDS))) == 1
+
+
+def test_a_write_after_a_trace_warns_no_more():
+    """The trace has warned, and a call with values does not warn again."""
+    models = [Momentum() for _ in range(2)]
+    apply, params, _ = functional(models[0])
+    x = torch.randn(4, 3)
+    warnings_of(lambda: jit(apply)(params, x))
+
+    assert warnings_of(lambda: apply(params, x)) == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_warning_that_is_an_error_leaves_an_ensemble():
+    """`auto` does not take the warning for a refusal of vmap."""
+    models = [Momentum() for _ in range(2)]
+    apply, _, _ = functional(models[0])
+
+    with pytest.raises(UserWarning, match="writes the parameters"):
+        Ensemble(apply)(stack_modules(models), torch.randn(4, 3))
+
+
+def test_the_warning_is_at_the_line_of_the_caller():
+    """The line of the warning is not in this package or torch."""
+    models = [Momentum() for _ in range(2)]
+    apply, _, _ = functional(models[0])
+    with pytest.warns(UserWarning, match="writes the parameters") as caught:
+        Ensemble(apply)(stack_modules(models), torch.randn(4, 3))
+
+    assert caught[0].filename == __file__

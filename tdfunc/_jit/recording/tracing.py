@@ -133,6 +133,8 @@ class Recorder(TorchDispatchMode):
                 self._states.append((one, state, one.manual_seed(seed).get_state()))
         # The fake tensors so far, each with its origin: an argument or an operation.
         self.made: list[tuple[weakref.ref[Tensor], object]] = []
+        # The storages that operations wrote, in their order.
+        self.writes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -165,9 +167,11 @@ class Recorder(TorchDispatchMode):
         return args, kwargs
 
     def _refuse_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Raise if an operation writes to a tensor that was given or captured."""
+        """Raise if an operation writes to a tensor that was given or captured; note the other writes."""
         for tensor in written_by(func, args, kwargs):
-            name = self._names.get(storage_id(tensor))
+            storage = storage_id(tensor)
+            self.writes.append(storage)
+            name = self._names.get(storage)
             if name is not None:
                 raise self._write_error(name or self._name_captured(tensor), func)
 
