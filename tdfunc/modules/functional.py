@@ -333,12 +333,7 @@ class Apply:
             if compiling or learned is not None:
                 out = self._forward(skeleton.module, args, kwargs, mode)
             elif is_tracing():
-                writes = recorded_writes()
-                before = len(writes)
-                out = self._forward(skeleton.module, args, kwargs, mode)
-                self._check_complete(skeleton)
-                # Values cannot be compared here.
-                self._warn_of_writes({*places_of(writes[before:], bound), *skeleton.find_replaced(bound)}, skeleton)
+                out = self._forward_traced(skeleton, bound, args, kwargs, mode)
             else:
                 # Under a watch for the original weights and for writes to leaves; no later call pays for it.
                 try:
@@ -366,6 +361,15 @@ class Apply:
             out = open_objects(out)
         return out, new, after
 
+    def _forward_traced(self, skeleton: Skeleton, bound: list[Any], args: Any, kwargs: Any, mode: seeded | None) -> Any:
+        """Run forward in a trace, where writes are known by the operations: values cannot be compared."""
+        writes = recorded_writes()
+        before = len(writes)
+        out = self._forward(skeleton.module, args, kwargs, mode)
+        self._check_complete(skeleton)
+        self._warn_of_writes({*places_of(writes[before:], bound), *skeleton.find_replaced(bound)}, skeleton)
+        return out
+
     def _check_complete(self, skeleton: Skeleton) -> None:
         """Raise an error if forward made a parameter: the next call would make another one, which is never trained."""
         made = skeleton.find_made_parameter()
@@ -388,7 +392,7 @@ class Apply:
         may_be_written = written | skeleton.renormed | (all_buffers - skeleton.lent)
         params = [i for i in may_be_written if i < n_params]
         buffers = sorted(i for i in may_be_written if i >= n_params)
-        # First, so that a warning that is an error comes from the next call too: Ensemble then tries a loop.
+        # First, so that a warning that is an error also comes from the next call: Ensemble then tries a loop.
         self._warn_of_writes(changed | watch.differing(skeleton.find_replaced(watch.bound)), skeleton)
         self._learned = _Learned(params, buffers, hidden, frozenset(written))
 

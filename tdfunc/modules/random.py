@@ -551,7 +551,7 @@ def _normal_of(
 
 
 def _empty(mode: seeded, func: Any, /, *args: Any, **kwargs: Any) -> Tensor:
-    """Give each member memory of its own, which a draw by its key can fill.
+    """Give each member separate memory, which a draw by its key can fill.
 
     torch makes one tensor for all members of a `vmap`, and refuses to write into it what differs by member.
     """

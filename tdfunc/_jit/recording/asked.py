@@ -22,7 +22,7 @@ _local = threading.local()
 
 
 class _Mark:
-    """Stands in place of torch's mark of compilation: true for libraries in a thread that records.
+    """Replaces torch's mark of compilation: true for libraries in a thread that records.
 
     It has the operators of a bool that code joins such answers by.
     """

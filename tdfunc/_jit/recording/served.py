@@ -81,7 +81,7 @@ def _is_all_true(func: Any, /, holds: Tensor) -> Any:
 
 
 def _is_check(frame: FrameType | None) -> bool:
-    """Return whether the code that called torch, below frames of modes, is that of distributions."""
+    """Return whether code of torch.distributions called torch, below frames of modes."""
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("tdfunc."):
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__") == "torch.distributions.distribution"

@@ -44,7 +44,7 @@ _own: Any = torch.ops.tdfunc.grouped_mm.default
 
 
 def _multiply(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Return the kernel's products; a trace records them as an operation of its own."""
+    """Return the kernel's products; a trace records them as one operation."""
     if is_recording() and left.dtype in UNTRACED and left.dtype == right.dtype:
         return _own(left, right, ends)
     return _run(left, right, ends)
@@ -132,7 +132,7 @@ def _counts(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> A
     """Return the number of rows of each group, and other histograms of a given range."""
     is_float = input.dtype in (torch.float32, torch.float64) and input.device.type == "cpu"
     is_integer = not input.dtype.is_floating_point and not input.dtype.is_complex and input.dtype != torch.bool
-    # Without a range, that of the numbers is taken. Other kernels of floats round in another order.
+    # Without a range, the kernel takes the range of the numbers. Other kernels of floats round in another order.
     if min >= max or bins < 1 or not (is_float or is_integer) or torch.are_deterministic_algorithms_enabled():
         return NotImplemented
     flat = input.flatten()

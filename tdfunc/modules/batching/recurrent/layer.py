@@ -175,7 +175,7 @@ class _Backward(Function):
 
 
 def _fold_all(tensors: Sequence[Tensor], dims: tuple[int | None, ...], members: int) -> list[Tensor]:
-    """Return tensors with the members of this level in front of those of the levels inside."""
+    """Return tensors with the members of this level in front of the members of inner levels."""
     return [to_front(x, dim, members).flatten(0, 1) for x, dim in zip(tensors, dims, strict=False)]
 
 

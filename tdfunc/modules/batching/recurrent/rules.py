@@ -66,7 +66,7 @@ def _fits(call: Call) -> bool:
 
 def _kernel_of(kind: str, call: Call) -> str | None:
     """Return the name of the kernel that computes a call and its gradients, or None if only steps can."""
-    # In forward mode, too, the operations of steps are differentiated.
+    # Also in forward mode, the operations of steps are differentiated.
     if call.batch_sizes is not None or call.has_projections or forward_ad._current_level >= 0:
         return None
     tensors = call.tensors()
