@@ -179,6 +179,22 @@ def test_non_tensor_data_of_members():
     assert got["name"] == list("abcde")
 
 
+@pytest.mark.parametrize("tree", [TensorDict({}, [5]), TensorDict({"x": torch.ones(5), "none": {}}, [5])])
+def test_trees_without_leaves(tree):
+    """The buffers of a model that has none keep their members."""
+    got = tdf.jit(lambda tree: tree.clone(), chunk_size=2, in_dims=(0,))(
+        TensorDict({"t": tree, "y": torch.ones(5)}, [5])
+    )
+    assert str(got["t"]) == str(tree)
+
+
+def test_a_step_of_a_model_without_buffers():
+    """Its buffers, a tree without leaves, are an argument of the next step."""
+    step = tdf.jit(lambda x, buffers: (x * 2, buffers.clone()), chunk_size=2, in_dims=(0, 0))
+    x, buffers = step(*step(torch.ones(5, 2), TensorDict({}, [5])))
+    assert (x.unique().item(), buffers.batch_size) == (4.0, (5,))
+
+
 def test_results_that_are_trained():
     """They require grad, as those of the function do."""
     got = tdf.jit(lambda x: (x * 2).requires_grad_(), chunk_size=2, in_dims=(0,))(torch.randn(5, 2))

@@ -35,7 +35,7 @@ class Whole:
         members = self._split.members
         own = map(id, torch_pytree.tree_leaves(part))
         given = dict(zip(own, torch_pytree.tree_leaves(self._split.args), strict=True))
-        leaves, self._spec = torch_pytree.tree_flatten(result, is_leaf=_has_other_data)
+        leaves, self._spec = torch_pytree.tree_flatten(result, is_leaf=_is_joined)
         new = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in given]
         self._pool.expect([_bytes_of(leaf, members) for leaf in new if self._is_large(leaf, members)])
         for place, leaf in enumerate(leaves):
@@ -49,7 +49,7 @@ class Whole:
 
     def add(self, result: Any, begin: int, end: int) -> None:
         """Write the result of a chunk to its rows."""
-        leaves = torch_pytree.tree_leaves(result, is_leaf=_has_other_data)
+        leaves = torch_pytree.tree_leaves(result, is_leaf=_is_joined)
         for leaf, part in zip(leaves, self._parts, strict=True):
             if isinstance(leaf, TensorCollection):
                 part.append(leaf)
@@ -62,7 +62,7 @@ class Whole:
 
     def end(self, last: Any) -> Any:
         """Return the result; what the last chunk trains is trained."""
-        for part, leaf in zip(self._parts, torch_pytree.tree_leaves(last, is_leaf=_has_other_data), strict=True):
+        for part, leaf in zip(self._parts, torch_pytree.tree_leaves(last, is_leaf=_is_joined), strict=True):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not part.requires_grad:
                 part.requires_grad_()
         whole = [cat(part) if isinstance(part, list) else part for part in self._parts]
@@ -87,11 +87,23 @@ def _bytes_of(leaf: Tensor, members: int) -> int:
     return leaf[0].numel() * leaf.element_size() * members
 
 
-def _has_other_data(value: Any) -> bool:
-    """Return whether a value is a tree with non-tensor data, which may differ between members."""
+def _is_joined(value: Any) -> bool:
+    """Return whether a value is a tree that `cat` joins.
+
+    Non-tensor data may differ between members, and the batch size of a tree without leaves is in no tensor.
+    """
     if not isinstance(value, TensorCollection):
         return False
-    return any([isinstance(node, NonTensorBase) or _has_other_data(node) for node in value._data.values()])
+    return not value._data or _has_other_data(value)
+
+
+def _has_other_data(tree: TensorCollection) -> bool:
+    for node in tree._data.values():
+        if isinstance(node, NonTensorBase):
+            return True
+        if isinstance(node, TensorCollection) and _has_other_data(node):
+            return True
+    return False
 
 
 def _value_error(expected: Any, got: Any) -> UnsupportedError:
