@@ -197,7 +197,7 @@ class Architecture:
     config_class: str
     config: dict[str, Any] = field(hash=False)
     inputs: Callable[[], Inputs] = ids
-    # Forward draws random numbers in eval mode, too.
+    # Forward also draws random numbers in eval mode.
     draws: bool = False
 
     def make(self) -> nn.Module:
@@ -360,7 +360,7 @@ FURTHER: list[Architecture] = [
 
 # Any: the output of a model, or a part of it.
 def floats(output: Any) -> list[Tensor]:
-    """Return the tensors of an output that have derivatives, those of its caches left out."""
+    """Return the tensors of an output that have derivatives, without the tensors of its caches."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     if isinstance(output, dict):

@@ -33,7 +33,7 @@ _EFFORT = Effort(rounds=9, passes=1, round_s=0.002, longest_s=0.6)
 class Found(NamedTuple):
     """A row's result: each check is "right", "wrong" or the first line of an error.
 
-    `way` is how `Ensemble` ran the forward, `reason` why it was no vmap; `warns` if torch warned of its own vmap.
+    `way` is how `Ensemble` ran the forward, `reason` why it ran as a loop; `warns` if torch warned of its own vmap.
     """
 
     forward: str
@@ -143,7 +143,7 @@ def make_case(row: Row, members: int, dtype: torch.dtype) -> Case:
             _disturb(model)
     apply, _, _ = tdf.functional(models[0])
     params, buffers = tdf.split(tdf.stack_modules(models))
-    # Trees of their own, since training changes the modules.
+    # Separate trees, since training changes the modules.
     keys = tdf.random.split(tdf.random.key(int(torch.randint(1 << 30, ()))), members)
     return Case(models, apply, params.clone(), buffers.clone(), row.example().to(dtype), keys, row.draws, dtype)
 
@@ -264,7 +264,8 @@ def make_step(case: Case, training: tdf.Ensemble | None = None) -> Callable[...,
 
 def _check_training(case: Case, training: tdf.Ensemble) -> None:
     step = make_step(case, training)
-    params, buffers = case.params, case.buffers
+    params = case.params
+    buffers = case.buffers
     for _ in range(STEPS):
         params, buffers = step(params, buffers, case.keys, *case.example)
     for member, model in enumerate(_copies(case)):

@@ -66,7 +66,7 @@ def versions(file: Path = FILE) -> dict[str, str]:
 
 
 def store(tables: dict[str, dict[str, Entry]], of: dict[str, str], file: Path = FILE) -> None:
-    """Keep entries in the order of the rows, without those of rows that are gone."""
+    """Keep entries in the order of the rows, without entries of rows that are gone."""
     kept: dict[str, dict[str, Entry]] = {}
     for table, rows in TABLES.items():
         found = tables.get(table, {})

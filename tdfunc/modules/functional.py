@@ -431,30 +431,13 @@ class Apply:
         return bound
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any, mode: seeded | None) -> Any:
+        if self._hooked and torch.is_grad_enabled() and in_vmap():
+            raise _hooks_error(self._hooked)
+        rules = self._rules()
         try:
-            compiling = is_compiling()
-            rules = self._rules(compiling)
-            if self._hooked and torch.is_grad_enabled() and in_vmap():
-                raise _hooks_error(self._hooked)
             if mode is None and not self._recomputes and rules is None:
                 return module(*args, **kwargs)
-            unmarked = nullcontext()
-            if self._recomputes and in_functorch():
-                unmarked = Unmarked()
-            # The last to be entered sees a call first; the draws of a rule come to the mode of the key.
-            rules = rules or nullcontext()
-            if mode is None or mode.strict in self._keyed or compiling:
-                with mode or nullcontext(), unmarked, rules:
-                    return module(*args, **kwargs)
-            # The first call under a key is watched for draws that do not come from it.
-            generators = ()
-            if mode.strict:
-                generators = default_generators(tree_leaves((args, kwargs)))
-            watched = refuse_draws("apply: forward draws random numbers past rng=.", _PAST_KEY, generators)
-            with watched, mode, unmarked, rules:
-                out = module(*args, **kwargs)
-            self._keyed.add(mode.strict)
-            return out
+            return self._forward_in_modes(module, args, kwargs, mode, rules)
         except RuntimeError as err:
             if _SHARED_STATISTICS not in str(err):
                 raise
@@ -462,11 +445,32 @@ class Apply:
             # Of torch's own class: code that falls back to a loop catches RuntimeError.
             raise error(type(err), f"apply: {str(err).splitlines()[0]}", hint=hint) from err
 
-    def _rules(self, compiling: bool) -> Batching | None:
+    def _forward_in_modes(
+        self, module: nn.Module, args: Any, kwargs: Any, mode: seeded | None, rules: Batching | None
+    ) -> Any:
+        unmarked = nullcontext()
+        if self._recomputes and in_functorch():
+            unmarked = Unmarked()
+        # The last to be entered sees a call first; the draws of a rule come to the mode of the key.
+        inner = rules or nullcontext()
+        if mode is None or mode.strict in self._keyed or is_compiling():
+            with mode or nullcontext(), unmarked, inner:
+                return module(*args, **kwargs)
+        # The first call under a key is watched for draws that do not come from it.
+        generators = ()
+        if mode.strict:
+            generators = default_generators(tree_leaves((args, kwargs)))
+        watched = refuse_draws("apply: forward draws random numbers past rng=.", _PAST_KEY, generators)
+        with watched, mode, unmarked, inner:
+            out = module(*args, **kwargs)
+        self._keyed.add(mode.strict)
+        return out
+
+    def _rules(self) -> Batching | None:
         """Return the mode for the functions of forward that torch cannot run in the caller's transforms or trace."""
         if in_vmap():
             return Batching()
-        if self._reads_packed and not compiling and (in_functorch() or is_recording()):
+        if self._reads_packed and not is_compiling() and (in_functorch() or is_recording()):
             return Batching(PACKED)
         return None
 

@@ -339,7 +339,7 @@ def make_hooked(kind):
 
 @pytest.mark.parametrize("kind", ["full", "before"])
 def test_backward_hooks_change_the_gradients_of_each_member(kind):
-    """Gradients of `auto` are those of the modules, which vmap would give without the hooks."""
+    """Gradients of `auto` equal the gradients of the modules, in which vmap would leave out the hooks."""
     models = [make_hooked(kind) for _ in range(3)]
     ensemble, tree = ensemble_of(models)
     x = torch.randn(5, 3, dtype=torch.float64)

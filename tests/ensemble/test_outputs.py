@@ -51,7 +51,7 @@ def members(make, n=3):
 
 
 def tensors(out):
-    """Return the tensors of an output, those of its caches included."""
+    """Return the tensors of an output and of its caches."""
     return [leaf for leaf in tree_leaves(open_objects(out)) if isinstance(leaf, torch.Tensor)]
 
 

@@ -134,7 +134,9 @@ def test_a_loop_is_called_so():
     """A forward that reads values runs as a loop, with the reason, and vmap and jit refuse it."""
     found = checks.check(ROW._replace(make=Reads))
 
-    assert (found.way, found.forward, found.training) == ("loop", RIGHT, RIGHT)
+    assert found.way == "loop"
+    assert found.forward == RIGHT
+    assert found.training == RIGHT
     assert "data-dependent control flow" in found.reason
     assert found.jit.startswith("UnsupportedError")
 

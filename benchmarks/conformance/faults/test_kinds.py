@@ -138,7 +138,7 @@ def test_old_weight_norm():
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.LSTMCell])
 def test_recurrent_layers(kind):
-    """torch.vmap has no rule for them; the ensemble runs rules of its own."""
+    """torch.vmap has no rule for them; the ensemble runs rules of tdfunc."""
     models = [kind(3, 4) for _ in range(2)]
     params, _ = stack_module_state(models)
     with pytest.raises(RuntimeError, match="Batching rule not implemented"):

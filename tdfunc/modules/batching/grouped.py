@@ -13,14 +13,11 @@ from torch import Tensor
 from tdfunc.core.context import is_recording
 from tdfunc.modules.batching.fold import fold, to_front, unfold, where_batched
 from tdfunc.modules.batching.rule import Rule, by_body
+from tdfunc.modules.operators import define
 
 _grouped_mm: Any = vars(torch)["_grouped_mm"]
 # Those that the kernel takes, and that torch cannot trace.
 UNTRACED = (torch.float32, torch.float16)
-
-# The kernel as an operation that a trace can record in every dtype of the kernel.
-_library = torch.library.Library("tdfunc", "FRAGMENT")
-_library.define("grouped_mm(Tensor left, Tensor right, Tensor ends) -> Tensor")
 
 
 def _run(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
@@ -29,7 +26,8 @@ def _run(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 def _like(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Return a tensor like the kernel's, whose rows start at multiples of 16 bytes."""
-    rows, columns = left.shape[0], right.shape[-1]
+    rows = left.shape[0]
+    columns = right.shape[-1]
     step = 16 // left.element_size()
     stride = (columns + step - 1) // step * step
     if right.dim() == 3:
@@ -37,10 +35,8 @@ def _like(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty_strided((len(ends), rows, columns), (rows * stride, stride, 1))
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("grouped_mm", _run, _device)
-_library.impl("grouped_mm", _like, "Meta")
-_own: Any = torch.ops.tdfunc.grouped_mm.default
+# The kernel as an operation that a trace can record in every dtype of the kernel.
+_own = define("grouped_mm(Tensor left, Tensor right, Tensor ends) -> Tensor", _run, _like, ("CPU", "CUDA"))
 
 
 def _multiply(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:

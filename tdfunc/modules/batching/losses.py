@@ -15,6 +15,7 @@ from tdfunc.core.context import is_recording, require_values
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.modules.batching.fold import by_decomposition, fold, reduce, to_front, unfold, where_batched
 from tdfunc.modules.batching.rule import Rule, by_body
+from tdfunc.modules.operators import define
 
 Lengths: TypeAlias = Tensor | tuple[int, ...]
 _ATEN: Any = torch.ops.aten
@@ -22,13 +23,6 @@ _NN: Any = vars(torch._C)["_nn"]
 
 
 # -- connectionist temporal classification ----------------------------------------------------------------------------
-
-
-# A trace has no values, by which torch's kernels size the notes: it records these operations, which make no notes.
-_library = torch.library.Library("tdfunc", "FRAGMENT")
-_ARGUMENTS = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero"
-_library.define(f"ctc_loss({_ARGUMENTS}) -> Tensor")
-_library.define(f"ctc_loss_backward(Tensor grad, {_ARGUMENTS}) -> Tensor")
 
 
 def _losses(*args: Any) -> Tensor:
@@ -49,11 +43,10 @@ def _like_gradient(grad: Tensor, log_probs: Tensor, *args: Any) -> Tensor:
     return torch.empty_like(log_probs)
 
 
-_library.impl("ctc_loss", _losses, "CPU")
-_library.impl("ctc_loss_backward", _gradient, "CPU")
-_library.impl("ctc_loss", _like_losses, "Meta")
-_library.impl("ctc_loss_backward", _like_gradient, "Meta")
-_OWN: Any = torch.ops.tdfunc
+# A trace has no values, by which torch's kernels size the notes: it records these operations, which make no notes.
+_ARGUMENTS = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero"
+_own_losses = define(f"ctc_loss({_ARGUMENTS}) -> Tensor", _losses, _like_losses)
+_own_gradient = define(f"ctc_loss_backward(Tensor grad, {_ARGUMENTS}) -> Tensor", _gradient, _like_gradient)
 
 
 def _recorded(log_probs: Tensor, targets: Tensor, *rest: Any) -> tuple[Any, ...]:
@@ -71,7 +64,7 @@ class _CTC(torch.autograd.Function):
     @staticmethod
     def forward(log_probs: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         if is_recording():
-            return _OWN.ctc_loss(*_recorded(log_probs, *args)), log_probs.new_empty(0)
+            return _own_losses(*_recorded(log_probs, *args)), log_probs.new_empty(0)
         return _ATEN._ctc_loss(log_probs, *args)
 
     @staticmethod
@@ -110,7 +103,7 @@ class _CTCBackward(torch.autograd.Function):
     def forward(grad: Tensor, *args: Any) -> Tensor:
         if is_recording():
             *given, _, _, blank, zero_infinity = args
-            return _OWN.ctc_loss_backward(grad, *_recorded(*given, blank, zero_infinity))
+            return _own_gradient(grad, *_recorded(*given, blank, zero_infinity))
         return _ATEN._ctc_loss_backward(grad, *args)
 
     @staticmethod

@@ -23,9 +23,9 @@ from tdfunc.modules.batching.recurrent.levels import (
     wrap_batch,
 )
 from tdfunc.modules.batching.recurrent.onednn import OneDnnLstm
+from tdfunc.modules.operators import define
 
 _KERNELS: dict[str, Kernel] = {**FOLDED, "lstm_onednn": OneDnnLstm()}
-_library = torch.library.Library("tdfunc", "FRAGMENT")
 
 
 def _run(
@@ -58,17 +58,13 @@ def _like_back(
 
 
 _TENSORS = "Tensor x, Tensor[] state, Tensor[] weights"
-_library.define(f"recurrent_layer(str kernel, {_TENSORS}, bool reverse, bool saves) -> Tensor[]")
-_library.define(
+_layer = define(f"recurrent_layer(str kernel, {_TENSORS}, bool reverse, bool saves) -> Tensor[]", _run, _like)
+_layer_backward = define(
     f"recurrent_layer_backward(str kernel, Tensor[] grads, {_TENSORS}, Tensor[] results, bool reverse, bool of_inputs)"
-    " -> Tensor[]"
+    " -> Tensor[]",
+    _run_back,
+    _like_back,
 )
-_library.impl("recurrent_layer", _run, "CPU")
-_library.impl("recurrent_layer_backward", _run_back, "CPU")
-_library.impl("recurrent_layer", _like, "Meta")
-_library.impl("recurrent_layer_backward", _like_back, "Meta")
-_layer: Any = torch.ops.tdfunc.recurrent_layer.default
-_layer_backward: Any = torch.ops.tdfunc.recurrent_layer_backward.default
 
 
 @dataclass(frozen=True)
