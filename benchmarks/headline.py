@@ -127,7 +127,7 @@ def write(runs: Sequence[Run]) -> None:
 
 def main() -> None:
     """Measure, keep and write."""
-    runs: list[Any] = keep(measure_rows(Effort(rounds=9, passes=2, longest_s=5)))
+    runs: list[Any] = keep(measure_rows(Effort(rounds=9, passes=2, round_s=0.05, longest_s=5)))
     write(runs)
 
 

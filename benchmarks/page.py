@@ -214,10 +214,10 @@ def _against(results: Results) -> list[str]:
 def _method() -> str:
     return _prose("""
         `make bench` measures all parts and writes these pages. `make bench PARTS="training nn"` measures two parts.
-        All rivals of a case run in one process, in alternating rounds of a few milliseconds, on one torch thread,
-        without garbage collection. A time is the median CPU time of this thread over the rounds, minus the time of
-        an empty call. If the wall time gives another ratio, the last column of the tables has it. *2x* means that
-        tdfunc takes half the time.
+        All rivals of a case run in one process, in alternating rounds of a few milliseconds (of fifty for training
+        steps), on one torch thread, without garbage collection. A time is the median CPU time of this thread over the
+        rounds, minus the time of an empty call. If the wall time gives another ratio, the last column of the tables
+        has it. *2x* means that tdfunc takes half the time.
     """)
 
 

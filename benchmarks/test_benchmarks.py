@@ -544,6 +544,9 @@ CONTRACT = [
     ("step, MLP with dropout", "the same step without", 1.4), ("step, MLP with dropout", "the same step without", 1.25),
     ("step, MLP with a learning rate for each member", "the same step without", 1.2),
     ("jit(vmap(grad(loss))), 4 to 16 members", "not traced", 2.5),
+    *((f"training step of any width, {model}", rival, 0.95)
+      for rival in ("loop of fused torch.optim", "torch.func, one fused torch.optim")
+      for model in ("MLP", "CNN", "transformer")),
     ("Adam step of LSTMs", "loop of fused torch.optim", 0.97),
     ("Adam step of 16 or more small LSTMs", "loop of fused torch.optim", 1.6),
     ("Adam step of GRUs", "loop of fused torch.optim", 2),
