@@ -19,7 +19,7 @@ from tdfunc.modules.functional import Apply, make_apply
 from tdfunc.modules.plan import Plan
 from tdfunc.modules.poison import Poison
 from tdfunc.modules.random import seeded
-from tdfunc.modules.skeleton import duplicate
+from tdfunc.modules.skeletons.copies import duplicate
 from tdfunc.ops.base.reading import entries
 from tdfunc.random.draws import KeyLike, key_of
 

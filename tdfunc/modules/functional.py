@@ -36,7 +36,8 @@ from tdfunc.modules.extract import from_module, split, unwrap
 from tdfunc.modules.plan import Spec, Straight, extra_values
 from tdfunc.modules.poison import Originals, Watch, places_of, weak_weights
 from tdfunc.modules.random import seeded
-from tdfunc.modules.skeleton import Skeleton, duplicate, find_hooked, is_recomputing, make_template
+from tdfunc.modules.skeletons.copies import duplicate, find_hooked, is_recomputing, make_template
+from tdfunc.modules.skeletons.skeleton import Skeleton
 from tdfunc.modules.unsharded import unsharded
 from tdfunc.ops.base.foreach import can_foreach
 from tdfunc.ops.base.reading import entries

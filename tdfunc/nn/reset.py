@@ -10,7 +10,7 @@ from torch import nn
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.keys import dotted
 from tdfunc.modules.extract import from_module, walk
-from tdfunc.modules.skeleton import duplicate
+from tdfunc.modules.skeletons.copies import duplicate
 
 T = TypeVar("T", bound=TensorCollection)
 

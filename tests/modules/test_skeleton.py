@@ -18,7 +18,7 @@ from torch import nn
 
 from tdfunc import Ensemble, LeakError, combine, from_module, functional, stack
 from tdfunc.modules.poison import Poison
-from tdfunc.modules.skeleton import _is_stateless
+from tdfunc.modules.skeletons.kept import is_stateless
 from tests.models import make_mlp
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
@@ -591,7 +591,7 @@ def test_modules_of_torch_write_nothing_on_themselves():
         options = {"device": "cpu", "dtype": torch.float32, "requires_grad": False, "training": training}
         for given in info.module_inputs_func(info, **options)[:8]:
             module = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs).train(training)
-            if not _is_stateless(module) or "FractionalMaxPool" in info.name:
+            if not is_stateless(module) or "FractionalMaxPool" in info.name:
                 continue
             before = marks(module)
             module(*given.forward_input.args, **given.forward_input.kwargs)
