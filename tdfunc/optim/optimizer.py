@@ -68,7 +68,7 @@ class Optimizer(AbstractOptimizer):
     hyper: Mapping[str, float | Tensor | Schedule]
 
     def __repr__(self) -> str:
-        return f"{self.rule.name}({', '.join(f'{name}={_shown(value)}' for name, value in self.hyper.items())})"
+        return f"{self.rule.name}({', '.join(f'{name}={shown(value)}' for name, value in self.hyper.items())})"
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first step; see `AbstractOptimizer.init`."""
@@ -167,7 +167,8 @@ def make_optimizer(rule: Rule, hyper: Mapping[str, Hyper], **limits: tuple[float
     return Optimizer(rule, checked)
 
 
-def _shown(value: float | Tensor | Schedule) -> str:
+def shown(value: float | Tensor | Schedule) -> str:
+    """Return a hyperparameter for a repr."""
     if isinstance(value, Tensor):
         if value.dim():
             return f"tensor of shape {list(value.shape)}"
