@@ -35,7 +35,7 @@ from tdfunc.ops.base.convert import join_nodes
 from tdfunc.ops.base.foreach import leaves_like
 from tdfunc.ops.base.reading import get, has
 from tdfunc.ops.edits import maps
-from tdfunc.optim.checks import check_dense, check_hyper, check_tree, list_trainable
+from tdfunc.optim.checks import check_dense, check_hyper, check_real, check_tree, list_trainable
 from tdfunc.optim.optimizer import Hyper, Schedule, shown
 from tdfunc.optim.rule import read_value
 from tdfunc.random.draws import KeyLike, key_of
@@ -211,6 +211,7 @@ class SWAG:
         """
         _check_params("SWAG.init", params)
         list_trainable("SWAG.init", params)
+        check_real("SWAG.init", params)
         zeros = maps.apply(params, lambda x: torch.zeros_like(x, dtype=_wide(x)), ())
         parts = {"mean": zeros, "variance": cast.clone(zeros, recurse=True)}
         if self.rank:

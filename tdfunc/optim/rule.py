@@ -52,6 +52,7 @@ class Rule:
         layout: The layout of gradients, if it differs from the layout of the parameters.
         check: A function that raises if the rule does not take such parameters.
         decoupled: True if weight decay shrinks the parameters.
+        only_real: True if the rule does not take complex parameters.
         upgrade: A function that returns the state of an older version as a state of this one.
     """
 
@@ -65,6 +66,7 @@ class Rule:
     layout: torch.layout | None = None
     check: Callable[[TensorCollection, Leaves], None] | None = None
     decoupled: bool = False
+    only_real: bool = False
     # Any: a state that is not checked yet.
     upgrade: Callable[[Any], Any] | None = None
 

@@ -43,7 +43,8 @@ def muon(
 
     Raises:
         ValueError: A hyperparameter is out of range or nan, or `adjust_lr_fn` is not one of the two.
-        LeafMismatchError: In `init`, a member's leaf has not two or four dimensions; the message names it.
+        LeafMismatchError: In `init`, a member's leaf has not two or four dimensions, or is complex; the message
+            names it.
 
     Source:
         Jordan et al., "Muon: An optimizer for hidden layers in neural networks"; Liu et al., "Muon is Scalable for LLM
@@ -61,7 +62,8 @@ def muon(
     check_choice("muon: adjust_lr_fn", adjust_lr_fn, ("original", "match_rms_adamw"))
     hyper: dict[str, Hyper] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
     options = {"nesterov": nesterov, "coefficients": ns_coefficients, "steps": ns_steps, "adjust": adjust_lr_fn}
-    rule = Rule("muon", ("momentum_buffer",), partial(_step, **options), shape=_shape, check=_check_matrices)
+    step = partial(_step, **options)
+    rule = Rule("muon", ("momentum_buffer",), step, shape=_shape, check=_check_matrices, only_real=True)
     return make_optimizer(rule, hyper, momentum=(0.0, 1.0))
 
 
