@@ -88,15 +88,26 @@ def test_a_rate_that_is_set_is_the_rate(rate, seed):
     torch.testing.assert_close(out, plain.train()(none, x, rng=seed))
 
 
-def test_evaluation_drops_nothing():
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_evaluation_drops_nothing(kind):
     """Members in evaluation are the plain modules in evaluation."""
-    apply, params, buffers, modules = make_members()
+    apply, params, buffers, modules = make_members(kind)
     x = torch.randn(5, 3)
 
     out = tdf.Ensemble(apply.eval())(params, x, buffers=buffers)
 
     expected = torch.stack([module.eval()(x) for module in modules])
     torch.testing.assert_close(out, expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_members_are_mapped(mode):
+    """And do not run in a loop."""
+    apply, params, buffers, _ = make_members()
+    run = tdf.Ensemble(getattr(apply, mode)())
+    run.with_buffers(params, buffers, torch.randn(5, 3), rng=None if mode == "eval" else 0)
+
+    assert run.plan().startswith("vmap")
 
 
 def test_another_rate_is_no_new_trace():
