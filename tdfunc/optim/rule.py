@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tdfunc._jit.recording.tracing import recorder
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.context import in_functorch
+from tdfunc.core.context import in_functorch, is_compiling
 from tdfunc.core.errors import BatchSizeError
 from tdfunc.optim.checks import check_scheduled
 from tdfunc.optim.lists import Coefficient, Leaves, Lists
@@ -130,7 +130,7 @@ def read_value(rule: str, name: str, value: Any, count: Tensor) -> Coefficient:
     else:
         return float(value)
     trace = None
-    if not in_functorch():
+    if not is_compiling() and not in_functorch():
         trace = recorder()
     if trace is None:
         return check_scheduled(rule, name, schedule(count), count.shape)
