@@ -127,6 +127,19 @@ def test_a_loss_of_complex_parameters_is_trained(generator):
     torch.testing.assert_close(params["z"], plain.detach())
 
 
+OPTIMIZERS = {"adam": optim.adam(), "masked": optim.masked(optim.adam(), "z"), "ema": optim.ema(optim.sgd(), 0.9)}
+
+
+@pytest.mark.parametrize("opt", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_inactive_members_stay(opt, generator):
+    """Their numbers are the same to the last bit."""
+    params = random_tree(generator, torch.complex64)
+
+    new, _ = opt.update(params, params, opt.init(params), active=torch.tensor([True, False, True]))
+
+    assert_trees_equal(new[1], params[1])
+
+
 def test_donated_leaves_are_as_before(generator):
     """A complex leaf is not overwritten, and the result is right."""
     params, grads = random_tree(generator, torch.complex64), random_tree(generator, torch.complex64)
