@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from tdfunc.core.errors import UnsupportedError, brief
-from tdfunc.modules.skeleton import duplicate
+from tdfunc.modules.skeletons.copies import duplicate
 
 M = TypeVar("M", bound=nn.Module)
 
