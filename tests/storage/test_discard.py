@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from tdfunc import CheckpointManager, CorruptCheckpointError
 from tdfunc.storage.manager import discard, steps
 from tdfunc.storage.manager.marks import MARK_FILE, write_marks
 from tests.cli.helpers import run as command
-from tests.helpers import examples
+from tests.helpers import examples, run_in_threads
 from tests.storage.scripts import tree_of, value_of
 
 OLD = [10, 20, 30, 40]
@@ -40,7 +41,7 @@ def folders_of(numbers):
 
 def half_done(manager):
     """Mark the later steps of a run, as a process that was killed before the first folder was removed."""
-    discard._mark(manager._folder, [30, 40], fsync=False)
+    discard._mark([30, 40], manager._folder, fsync=False)
 
 
 @examples(1)
@@ -234,3 +235,31 @@ def test_a_damaged_mark_is_named(run):
 
     with pytest.raises(CorruptCheckpointError, match=rf"{MARK_FILE} is malformed[\s\S]*remove this file"):
         run.load()
+
+
+# -- loads meanwhile --------------------------------------------------------------------------------------------
+
+
+def test_loads_meanwhile_are_whole(tmp_path):
+    """Whoever loads the newest step meanwhile gets a whole step, whenever the later ones are discarded."""
+    CheckpointManager(tmp_path, fsync=False).save(1, tree_of(1))
+    loaded = set()
+
+    def load_often():
+        for _ in range(200):
+            loaded.add(value_of(CheckpointManager(tmp_path).load()))
+
+    def discard_often():
+        manager = CheckpointManager(tmp_path, fsync=False)
+        for _ in range(40):
+            for step in (2, 3, 4):
+                manager.save(step, tree_of(step))
+            while manager.latest() != 1:
+                # A load may have one of them.
+                with suppress(BlockingIOError):
+                    manager.discard_after(1)
+
+    run_in_threads(lambda work: work(), [load_often, discard_often])
+
+    assert loaded <= {1, 2, 3, 4}
+    assert os.listdir(tmp_path) == folders_of([1])

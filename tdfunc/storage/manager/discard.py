@@ -33,11 +33,9 @@ def discard_steps(folder: str, step: int, *, fsync: bool) -> list[int]:
         raise no_such_step(folder, step, "discard_after")
     with commit.locked(folder):
         finish_discard(folder)
-        later = [other for other in list_steps(folder) if other > step]
-        if later:
-            _mark(folder, later, fsync=fsync)
-            _remove_marked(folder)
-    return later
+        marks = _mark([other for other in list_steps(folder) if other > step], folder, fsync=fsync)
+        _remove_marked(folder)
+    return sorted(marks)
 
 
 def finish_discard(folder: str) -> None:
@@ -46,29 +44,40 @@ def finish_discard(folder: str) -> None:
         _remove_marked(folder)
 
 
-def _mark(folder: str, later: list[int], *, fsync: bool) -> None:
-    """Mark steps as discarded; raise if one of them must not be removed."""
+def _mark(later: list[int], folder: str, *, fsync: bool) -> dict[int, str]:
+    """Mark steps as discarded, and return the marks; raise if one of the steps must not be removed."""
     marks: dict[int, str] = {}
     with ExitStack() as held:
         for step in later:
             path = os.path.join(folder, step_name(step))
-            commit.restore(path)
-            check_own(path, "discard_after")
-            fd = held.enter_context(commit.Descriptor(path, commit.FOLDER | commit.NO_LINK))
-            _lock(fd, folder, step)
-            marks[step] = _identity(path)
-        write_marks(folder, marks, fsync=fsync)
+            # Another process may remove the step meanwhile.
+            with suppress(FileNotFoundError):
+                held.enter_context(_hold(folder, step, path))
+                marks[step] = _identity(path)
+        if marks:
+            write_marks(folder, marks, fsync=fsync)
+    return marks
 
 
-def _lock(fd: int, folder: str, step: int) -> None:
-    try:
-        commit.lock(fd)
-    except BlockingIOError as err:
-        what = f"discard_after {folder}: step {step} is being loaded; nothing was removed."
-        raise error(BlockingIOError, what, hint="try again later.") from err
-    except OSError:
-        # A file system without locks.
-        return
+def _hold(folder: str, step: int, path: str) -> commit.Descriptor:
+    """Open and lock the folder of a step, so that nothing loads it."""
+    commit.restore(path)
+    while True:
+        check_own(path, "discard_after")
+        held = commit.Descriptor(path, commit.FOLDER | commit.NO_LINK)
+        try:
+            commit.lock(held.fd)
+        except BlockingIOError as err:
+            held.close()
+            what = f"discard_after {folder}: step {step} is being loaded; nothing was removed."
+            raise error(BlockingIOError, what, hint="try again later.") from err
+        except OSError:
+            # A file system without locks.
+            return held
+        # Another process may have replaced the step before the lock.
+        if commit.is_at(held.fd, path):
+            return held
+        held.close()
 
 
 def _remove_marked(folder: str) -> None:

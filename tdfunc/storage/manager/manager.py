@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
 
 T = TypeVar("T")
+# How often the newest step is opened anew because it was removed, and is there again.
+_ATTEMPTS = 20
 
 
 class CheckpointManager(WaitMethods):
@@ -546,6 +548,7 @@ class CheckpointManager(WaitMethods):
     def _use(self, step: int | None, call: str, read: Callable[[str, int], T], *, fallback: bool = False) -> T:
         """Call `read` with the folder and number of a step (or the newest), again if another save replaces it."""
         broken: set[int] = set()
+        attempts = 0
         while True:
             number = self._newest(call, broken) if step is None else as_step(step, call)
             try:
@@ -557,8 +560,12 @@ class CheckpointManager(WaitMethods):
             except StepReplacedError:
                 continue
             except StepRemovedError:
-                # If the newest one is removed meanwhile, a newer one is there.
-                if step is not None or number in self.steps():
+                if step is not None:
+                    raise
+                # If the newest one is removed meanwhile, another one is there, or one that was saved under its number.
+                if number in self.steps():
+                    attempts += 1
+                if attempts == _ATTEMPTS:
                     raise
             except (CorruptCheckpointError, OSError) as err:
                 if not fallback or not is_damage(err):
