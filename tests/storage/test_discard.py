@@ -1,5 +1,6 @@
 """The later steps of a run are discarded together, also if the process is killed in the middle."""
 
+import errno
 import os
 import signal
 from contextlib import suppress
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.reliability.children import in_child
 from tdfunc import CheckpointManager, CorruptCheckpointError
+from tdfunc.storage.disk import commit
 from tdfunc.storage.manager import discard, steps
 from tdfunc.storage.manager.marks import MARK_FILE, write_marks
 from tests.cli.helpers import run as command
@@ -37,6 +39,11 @@ def names_in(manager):
 def folders_of(numbers):
     """The names of the folders of steps."""
     return [steps.step_name(number) for number in numbers]
+
+
+def refuse(*args, **options):
+    """Fail as the system does."""
+    raise PermissionError(errno.EACCES, "no permission")
 
 
 def half_done(manager):
@@ -219,6 +226,29 @@ def test_the_rest_is_removed_later(act, expected, run):
     act(run)
 
     assert names_in(run) == folders_of(expected)
+
+
+def test_steps_that_another_process_discards_are_left_to_it(run):
+    """While a process has the lock of the folder, a new manager does not remove its marks."""
+    half_done(run)
+    with commit.locked(run._folder):
+        CheckpointManager(run._folder)
+
+        assert MARK_FILE in names_in(run)
+    assert run.steps() == NEW
+
+
+def test_folders_that_cannot_be_removed(run, monkeypatch):
+    """If the system does not remove a folder, a warning says so; the steps are gone, and the next call removes it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(discard, "remove_step", refuse)
+        for step in (30, 20):
+            with pytest.warns(RuntimeWarning, match=r"still there[\s\S]*no permission"):
+                run.discard_after(step)
+
+    assert run.steps() == NEW
+    assert run.discard_after(20) == []
+    assert names_in(run) == folders_of(NEW)
 
 
 def test_a_marked_step_that_was_saved_again_stays(run):

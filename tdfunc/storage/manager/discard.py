@@ -6,11 +6,12 @@ removes the folders that are left.
 
 import os
 import time
+import warnings
 from contextlib import ExitStack, suppress
 
 import xxhash
 
-from tdfunc.core.errors import error
+from tdfunc.core.errors import error, explain
 from tdfunc.storage.disk import commit
 from tdfunc.storage.manager.marks import read_marks, remove_marks, write_marks
 from tdfunc.storage.manager.steps import ABOUT_FILE, check_own, list_steps, no_such_step, remove_step, step_name
@@ -32,15 +33,30 @@ def discard_steps(folder: str, step: int, *, fsync: bool) -> list[int]:
     if step not in list_steps(folder):
         raise no_such_step(folder, step, "discard_after")
     with commit.locked(folder):
-        finish_discard(folder)
+        with suppress(OSError):
+            _remove_marked(folder)
         marks = _mark([other for other in list_steps(folder) if other > step], folder, fsync=fsync)
-        _remove_marked(folder)
+        try:
+            _remove_marked(folder)
+        except OSError as err:
+            what = f"discard_after {folder}: the steps are discarded, but their folders are still there."
+            warnings.warn(explain(what, got=str(err), hint="the next save removes them."), RuntimeWarning, stacklevel=3)
     return sorted(marks)
 
 
 def finish_discard(folder: str) -> None:
     """Remove the folders that a killed process left of discarded steps; leave them to the next call if that fails."""
-    with suppress(OSError):
+    if not read_marks(folder):
+        return
+    # Another process may be about to remove them, and its marks are not this one's to remove.
+    with suppress(OSError), commit.Descriptor(folder, commit.FOLDER) as fd:
+        try:
+            commit.lock(fd)
+        except BlockingIOError:
+            return
+        except OSError:
+            # A file system without locks.
+            pass
         _remove_marked(folder)
 
 
@@ -55,7 +71,8 @@ def _mark(later: list[int], folder: str, *, fsync: bool) -> dict[int, str]:
                 held.enter_context(_hold(folder, step, path))
                 marks[step] = _identity(path)
         if marks:
-            write_marks(folder, marks, fsync=fsync)
+            # Also those whose folders could not be removed before.
+            write_marks(folder, {**read_marks(folder), **marks}, fsync=fsync)
     return marks
 
 
@@ -101,8 +118,7 @@ def _remove(folder: str, step: int) -> None:
         if remove_step(folder, step, even_damaged=True) or not os.path.isdir(path):
             return
         time.sleep(_PAUSE_S)
-    what = f"discard_after {folder}: step {step} is marked as discarded, but its folder is in use and was not removed."
-    raise error(BlockingIOError, what, hint="the next save removes it.")
+    raise BlockingIOError(f"{path} is in use")
 
 
 def _identity(path: str) -> str:

@@ -242,6 +242,9 @@ class CheckpointManager(WaitMethods):
                 removed.
             Exception: An earlier save in the background failed with this error. Nothing was removed.
 
+        Warns:
+            RuntimeWarning: The steps are gone, but the system did not remove their folders; the next save does.
+
         Examples:
             >>> import tempfile
             >>> with tempfile.TemporaryDirectory() as folder:
