@@ -53,6 +53,16 @@ class _Brief(reprlib.Repr):
             return f"{type(x).__name__}({self.repr_list([*x], level)})"
         return super().repr1(x, level)
 
+    # Any: a tensor; `reprlib` finds the method by the name of the class.
+    def repr_Tensor(self, x: Any, level: int) -> str:
+        """Return the numbers of a small tensor on one line; the shape and dtype of a larger one."""
+        text = f"{type(x).__name__} of shape {tuple(x.shape)}, {x.dtype}"
+        if x.numel() <= _MAX_ITEMS:
+            text = " ".join(repr(x).split())
+        return _cut(text, _MAX_TEXT)
+
+    repr_Parameter = repr_Tensor
+
     def repr_int(self, x: int, level: int) -> str:
         """Return a number in digits, or its size."""
         if x.bit_length() <= _MAX_BITS:

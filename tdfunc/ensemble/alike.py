@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from tdfunc._jit import Jitted
 from tdfunc._jit.environment import contents
 from tdfunc.core.collection import Static, TensorCollection
-from tdfunc.core.errors import TreeStructureError
+from tdfunc.core.errors import TreeStructureError, brief
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Kind, Path
 from tdfunc.modules.extract import EXTRA_STATE, unwrap
@@ -36,10 +36,15 @@ from tdfunc.storage.disk.raw import raw_bytes
 # The attributes that nn.Module itself keeps in every `__dict__`; only the mode is a property of the architecture.
 # torch.compile adds marks to the module that it is given.
 _BASE = frozenset(nn.Module().__dict__) - {"training"} | {"_is_torch_compile", "_compiled_call_impl"}
+# Lists that a recurrent layer makes of its weights, and makes again in forward if a weight is another object. A weight
+# that is computed, as by a parametrization, leaves an old tensor in them.
+_RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _ATOMS = frozenset((int, float, complex, bool, str, type(None)))
 _CONTAINERS = frozenset((tuple, list, dict))
+# Of a value in a message.
+_MAX_TEXT = 200
 _SETS = (set, frozenset)
 # They hold no numbers; the number of a handle is another for each hook.
 _STATELESS = (RemovableHandle, type(threading.Lock()), type(threading.RLock()))
@@ -195,6 +200,8 @@ class Outline:
                 texts = pair.show(list(mine[table].values()), list(own[table].values()))
                 raise pair.differ(self._at, table, *texts)
         skipped = _BASE.union(map(_recomputed, mine["_forward_pre_hooks"].values()))
+        if isinstance(self._module, nn.RNNBase):
+            skipped |= _RECURRENT
         for name in names:
             a = mine.get(name, _MISSING)
             b = own.get(name, _MISSING)
@@ -304,23 +311,25 @@ class Pair:
 
     def show(self, a: Any, b: Any) -> tuple[str, str]:
         """Return texts of two values that are not alike; where these are equal, with the parts that differ."""
-        whole = repr(a)
-        if whole != repr(b):
-            return whole, repr(b)
+        whole = _text(a)
+        if whole != _text(b):
+            return whole, _text(b)
         seen = {id(a)}
         parts = self._find_unlike(a, b)
         while parts is not None and id(parts[0]) not in seen:
             a, b = parts
             seen.add(id(a))
-            if repr(a) != repr(b):
-                return f"{whole}, which holds {a!r}", f"{whole}, which holds {b!r}"
+            if _text(a) != _text(b):
+                return f"{whole}, which holds {_text(a)}", f"{whole}, which holds {_text(b)}"
             parts = self._find_unlike(a, b)
+        if isinstance(a, Tensor):
+            return whole, f"{whole}, with other numbers"
         kind = type(a).__qualname__
         return whole, f"{whole}, which is or holds another {kind}; two such objects are not compared"
 
     def _find_unlike(self, a: Any, b: Any) -> tuple[Any, Any] | None:
         """Return the first parts of two values that are not alike; None if the values have no parts."""
-        if isinstance(a, _SETS) or type(a) in _ATOMS or type(a) is not type(b):
+        if isinstance(a, (Tensor, *_SETS)) or type(a) in _ATOMS or type(a) is not type(b):
             return None
         try:
             mine = _parts(a)
@@ -342,6 +351,14 @@ class Pair:
                 named = [*root.named_modules(), *root.named_parameters(), *root.named_buffers()]
                 self._paths.append({id(found): name for name, found in named})
         return self._paths[member].get(id(value))
+
+
+def _text(value: object) -> str:
+    """Return the repr of a value if it is short; a value with many numbers by its parts."""
+    whole = repr(value)
+    if len(whole) <= _MAX_TEXT:
+        return whole
+    return " ".join(brief(value).split())
 
 
 def _are_plain(values: Iterable[Any]) -> bool:

@@ -188,7 +188,10 @@ class Ensemble:
         if written:
             self._warned = True
             message = f"Ensemble: forward wrote the buffers {brief(written)}, and a call returns the outputs alone."
-            hint = "out, buffers = ensemble.with_buffers(params, buffers, x) keeps them; apply.eval() writes none."
+            hint = "out, buffers = ensemble.with_buffers(params, buffers, x) keeps them"
+            if any([module.training for module in self.apply.module.modules()]):
+                hint += "; apply.eval() writes none"
+            hint += "."
             warnings.warn(explain(message, hint=hint), stacklevel=2)
         return out
 

@@ -17,7 +17,7 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.ties import group_of
-from tdfunc.core.types import Path
+from tdfunc.core.types import Kind, Path
 from tdfunc.core.walk import replace
 from tdfunc.modules.extract import EXTRA_STATE, is_one_tensor
 from tdfunc.ops.base.reading import entries, iter_items
@@ -89,6 +89,7 @@ class Plan:
         self.paths: list[Path] = []
         self.shapes: list[Size] = []
         self.first: list[Path] = []
+        self.buffers: set[Path] = set()
         # The nodes, parents before children: (number of the parent, key); how many entries each has; and where the
         # leaves are: (number of the node, key).
         self._nodes: list[tuple[int, str]] = []
@@ -113,6 +114,8 @@ class Plan:
                 self.paths.append((*at, key))
                 self.shapes.append(value.shape)
                 self.first.append(group_of(root._ties, (*at, key))[0])
+                if tree._kinds.get(key) in (Kind.BUFFER, Kind.NON_PERSISTENT):
+                    self.buffers.add((*at, key))
         for key, value in tree._data.items():
             if isinstance(value, TensorCollection):
                 self._nodes.append((number, key))
@@ -165,7 +168,7 @@ class Plan:
         if compiling or not PLAIN.issuperset(map(type, leaves)) or list(map(_SHAPE, leaves)) != shapes:
             for path, leaf, shape in zip(self.paths, leaves, shapes, strict=True):
                 if not isinstance(leaf, Tensor) or leaf.shape != shape:
-                    raise shape_error(path, leaf, shape)
+                    raise shape_error(path, leaf, shape, is_buffer=path in self.buffers)
         if not compiling:
             object.__setattr__(tree, "_bound", _Checked(self, lead, leaves))
         return leaves
@@ -335,7 +338,7 @@ class Spec:
             leaf = found[path]
             shape = plain if path in shared else stacked
             if not isinstance(leaf, Tensor) or leaf.shape != shape:
-                raise shape_error(path, leaf, shape)
+                raise shape_error(path, leaf, shape, is_buffer=path in self.whole.buffers)
 
     def _check_ties(self, found: dict[Path, Any]) -> None:
         for path, first in self.first.items():
@@ -401,7 +404,7 @@ def tie_error(call: str, first: Path, path: Path) -> TieError:
     )
 
 
-def shape_error(path: Path, leaf: Any, shape: Size) -> LeafMismatchError:
+def shape_error(path: Path, leaf: Any, shape: Size, *, is_buffer: bool) -> LeafMismatchError:
     """Return the error for a leaf that does not fit the module."""
     got = type(leaf).__name__
     hint = "the tree belongs to another architecture."
@@ -411,6 +414,11 @@ def shape_error(path: Path, leaf: Any, shape: Size) -> LeafMismatchError:
             hint = "the tree is stacked: use tdfunc.Ensemble(apply)(tree, x), torch.vmap, or one member, tree[i]."
         elif leaf.shape == shape[1:]:
             hint = "the tree has one member: an Ensemble of E members takes tree.expand(E), buffers as well."
+        elif is_buffer and leaf.dim() == len(shape):
+            hint = (
+                "a buffer keeps its shape from call to call. If forward makes it larger, register it in its full size "
+                "and write into a part; otherwise the tree belongs to another architecture."
+            )
     return LeafMismatchError(
         f"apply: leaf {dotted(path)!r} does not fit the module.",
         expected=f"shape {tuple(shape)}",

@@ -10,6 +10,7 @@ import math
 import sys
 import types
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from torch.utils import checkpoint
 
 from tdfunc import random
 from tdfunc.core.context import is_compiling
+from tdfunc.modules.batching.rule import by_code, called_by_torch
 from tdfunc.modules.draws.draw import Draw, Size
 from tdfunc.modules.draws.table import SERVERS
 from tdfunc.random import splitmix
 
 _CHECKPOINT: Any = vars(checkpoint)
+_BODIES = by_code(SERVERS)
 # A draw of up to so many numbers is made for several members, and so many numbers at a time.
 _FEW_NUMBERS = 1 << 14
 _MANY_NUMBERS = 1 << 20
@@ -49,6 +52,8 @@ class seeded(TorchFunctionMode):
         self._checkpoints = 0 if is_compiling() else len(_checkpoint_frames())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) is FunctionType and func not in _SERVERS and not is_compiling():
+            func = called_by_torch(func, _BODIES)
         server = _SERVERS.get(func)
         if server is None:
             # Dynamo of torch 2.13 cannot call the method for a mode, since it uses `super()`; attention calls it.

@@ -4,6 +4,7 @@ import time
 from collections import Counter, OrderedDict
 
 import pytest
+import torch
 
 from tdfunc.core.errors import brief, error
 
@@ -59,6 +60,14 @@ def test_a_value_of_any_size_has_a_short_text(value):
 def test_small_values_have_their_repr(value):
     """What is short is shown as Python does."""
     assert brief(value) == repr(value)
+
+
+@pytest.mark.parametrize("make", [torch.Tensor, torch.nn.Parameter])
+def test_a_large_tensor_is_shown_by_its_shape(make):
+    """A message has no pages of numbers."""
+    value = make(torch.ones(40, 3))
+
+    assert brief({"a": value}) == f"{{'a': {type(value).__name__} of shape (40, 3), torch.float32}}"
 
 
 @pytest.mark.parametrize("part", ["expected", "got"])

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import weight_norm as old_weight_norm
 
 import tdfunc as tdf
 from tdfunc.nn import EnsembleModule
@@ -106,6 +108,74 @@ def test_a_difference_is_shown(name):
 
     expected, got = [line.split(":", 1)[1].strip() for line in str(caught.value).splitlines()[1:3]]
     assert expected != got
+
+
+NUMBERS = {
+    "tensor": lambda: torch.randn(2000),
+    "tensors": lambda: [torch.randn(30, 30) for _ in range(50)],
+    "tensors of a dict": lambda: {"a": torch.randn(300, 3)},
+    "tensor of a tuple": lambda: (torch.randn(30, 10).double(),),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_message_has_no_pages_of_numbers(name):
+    """Values with many numbers are shown by their shapes."""
+    with pytest.raises(tdf.TreeStructureError) as caught:
+        tdf.stack_modules([Holder(NUMBERS[name]()) for _ in range(2)])
+
+    assert len(str(caught.value)) < 1000
+
+
+def halved(layer):
+    """A recurrent layer with a parametrization of a bias."""
+    parametrize.register_parametrization(layer, "bias_hh_l0", Halved())
+    return layer
+
+
+def cut(layer):
+    """A recurrent layer with a pruned weight."""
+    prune.random_unstructured(layer, "weight_hh_l0", 0.5)
+    return layer
+
+
+class Halved(nn.Module):
+    """A parametrization."""
+
+    def forward(self, x):
+        return x / 2
+
+
+COMPUTED = {
+    "weight_norm": lambda layer: parametrizations.weight_norm(layer, "weight_hh_l0"),
+    "spectral_norm": lambda layer: parametrizations.spectral_norm(layer, "weight_ih_l0"),
+    "orthogonal": lambda layer: parametrizations.orthogonal(layer, "weight_hh_l0"),
+    "own": halved,
+    "weight_norm by a hook": lambda layer: old_weight_norm(layer, "weight_hh_l0"),
+    "spectral_norm by a hook": lambda layer: nn.utils.spectral_norm(layer, "weight_hh_l0"),
+    "pruning": cut,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_recurrent_layers_with_computed_weights(name, kind):
+    """The old tensors in the layers' own lists do not tell members apart, and the ensemble is the layers."""
+    layers = [COMPUTED[name](kind(2, 3, num_layers=2, dtype=torch.float64)).eval() for _ in range(3)]
+    x = torch.randn(4, 2, dtype=torch.float64)
+    layers[1](x)
+
+    out, _ = tdf.Ensemble(tdf.functional(layers[0])[0])(tdf.stack_modules(layers), x)
+
+    torch.testing.assert_close(out, torch.stack([layer(x)[0] for layer in layers]))
+
+
+def test_fresh_recurrent_layers_with_computed_weights():
+    """`init_ensemble` makes them."""
+    tree = tdf.init_ensemble(lambda: parametrizations.weight_norm(nn.GRU(2, 3), "weight_hh_l0"), 3)
+
+    assert tree.batch_size == (3,)
 
 
 def test_what_cannot_be_compared_is_said():

@@ -300,6 +300,27 @@ def test_a_prediction_in_training_mode_is_noticed(generator):
         ensemble(tree, x)
 
 
+class Cached(nn.Module):
+    """A layer that writes a buffer in every mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("cache", torch.zeros(3))
+
+    def forward(self, x):
+        self.cache.copy_(x.mean(0))
+        return self.layer(x)
+
+
+def test_a_buffer_written_in_evaluation_mode_is_noticed(generator):
+    """The warning does not advise the mode that the module has already."""
+    ensemble, tree = ensemble_of([Cached().eval() for _ in range(3)])
+
+    with pytest.warns(UserWarning, match=r"(?s)wrote the buffers.*with_buffers\(params, buffers, x\) keeps them\.$"):
+        ensemble(tree, torch.randn(5, 3, generator=generator))
+
+
 # -- transforms -------------------------------------------------------------------------------------------------
 
 

@@ -104,6 +104,8 @@ def run(edit, model=MLP):
 TREES = [
     (MLP, lambda p, b: (p.set(("0", "weight"), torch.zeros(7, 5)), b), LeafMismatchError,
      r"leaf '0.weight' does not fit the module.*shape \(4, 3\).*shape \(7, 5\).*architecture"),
+    (NORM, lambda p, b: (p, b.set(("norm", "running_mean"), torch.zeros(9))), LeafMismatchError,
+     r"'norm.running_mean' does not fit the module.*shape \(9,\).*a buffer keeps its shape.*in its full size"),
     (MLP, lambda p, b: (stack([p, p]), b), LeafMismatchError, r"\(4, 3\).*\(2, 4, 3\).*tdfunc.Ensemble\(apply\)"),
     (MLP, lambda p, b: (p.set(("0", "weight"), torch.zeros(3)), b), LeafMismatchError, r"\(4, 3\).*\(3,\).*expand"),
     (MLP, lambda p, b: (tree_map(lambda _: 1, p), b), LeafMismatchError, r"'0.weight'.*shape \(4, 3\).*int"),

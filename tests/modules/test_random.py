@@ -285,6 +285,36 @@ def test_whole_channels_are_dropped(drop, shape):
     assert len(ours.unique()) == 2
 
 
+WRAPPED = {
+    "init.normal_": (nn.init, "normal_", lambda: nn.init.normal_(torch.empty(3), 1.0, 2.0)),
+    "init.uniform_": (nn.init, "uniform_", lambda: nn.init.uniform_(torch.empty(3), 1.0, 2.0)),
+    "init.kaiming_uniform_": (nn.init, "kaiming_uniform_", lambda: nn.init.kaiming_uniform_(torch.empty(3, 2))),
+    "uniform_ in kaiming_uniform_": (nn.init, "uniform_", lambda: nn.init.kaiming_uniform_(torch.empty(3, 2))),
+    "F.dropout": (F, "dropout", lambda: F.dropout(ONES)),
+    "F.dropout2d": (F, "dropout2d", lambda: F.dropout2d(IMAGE)),
+    "F.gumbel_softmax": (F, "gumbel_softmax", lambda: F.gumbel_softmax(ONES)),
+    "torch.randn": (torch, "randn", lambda: torch.randn(3)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_function_that_a_library_wraps_is_served(name, monkeypatch):
+    """A library may put a wrapper in the place of a function of torch: the draw is the function's."""
+    module, attribute, draw = WRAPPED[name]
+    original = getattr(module, attribute)
+    with seeded(random.key(0)):
+        expected = draw()
+
+    def wrapper(*args, **kwargs):
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, attribute, wrapper)
+    with seeded(random.key(0)):
+        drawn = draw()
+
+    assert torch.equal(drawn, expected)
+
+
 def test_a_generator_of_ones_own_is_kept():
     """A call that names its generator draws from it."""
     with seeded(random.key(0)) as mode:

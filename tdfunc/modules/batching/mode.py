@@ -6,17 +6,20 @@ as forward has them, wrapped by vmap; it computes with functions that have a rul
 """
 
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import explain, user_line
 from tdfunc.modules.batching.fold import is_batched
-from tdfunc.modules.batching.rule import Rule
+from tdfunc.modules.batching.rule import Rule, by_code, called_by_torch
 from tdfunc.modules.batching.table import RULES
 
+_BODIES = by_code(RULES)
 # Of torch, where members write into a tensor that they share.
 _NO_ROOM = "(self, *extra_args) is not possible"
 _OTHER_SHAPE = "doesn't match the broadcast shape"
@@ -31,6 +34,8 @@ class Batching(TorchFunctionMode):
         self._rules = rules
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) is FunctionType and func not in self._rules and not is_compiling():
+            func = called_by_torch(func, _BODIES)
         try:
             return self._serve(func, args, kwargs)
         except RuntimeError as err:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.autograd import gradgradcheck
 from torch.func import jvp, vjp, vmap
 
@@ -116,3 +117,12 @@ def test_forward_mode_is_the_transpose_of_the_gradient(name):
 def product(first, second):
     """The inner product of lists of tensors."""
     return sum([(x * y).sum() for x, y in zip(first, second, strict=True)])
+
+
+def test_a_function_that_a_library_wraps_has_its_rule(monkeypatch):
+    """A library may put a wrapper in the place of a function of torch: the rule is the function's."""
+    case = CASES["leaks of given slopes"]
+    original = F.rrelu
+    monkeypatch.setattr(F, "rrelu", lambda *args, **kwargs: original(*args, **kwargs))
+
+    torch.testing.assert_close(vmap(case.by_rule, case.dims)(*case.args), looped(case, case.fn), **TIGHT)
