@@ -330,3 +330,41 @@ def test_random_choices_give_the_same_function_in_peft(data):
     exact = {"atol": 1e-9, "rtol": 1e-9}
     torch.testing.assert_close(model(SMALL_IDS), wanted, **exact)
     torch.testing.assert_close(again.attach(apply)((params, same), SMALL_IDS), wanted, **exact)
+
+
+# -- several adapters as one -----------------------------------------------------------------------------------
+
+COMBINED = {
+    "llama": (llama, {"target_modules": ATTENTION, "lora_alpha": 3}),
+    "gpt2": (gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    "images": (Images, {"target_modules": ["a", "b", "c"]}),
+    "embedding": (llama, {"target_modules": ["embed_tokens", "q_proj"]}),
+}
+
+
+@pytest.mark.parametrize("combination_type", ["cat", "linear", "svd"])
+@pytest.mark.parametrize("name", COMBINED)
+def test_weighted_adapters_are_those_of_peft(name, combination_type, tmp_path):
+    """Two folders of PEFT, with a negative weight: the outputs are PEFT's own combination."""
+    if name == "images" and combination_type == "svd":
+        pytest.skip("PEFT makes no matrix of the kernels of Conv1d and Conv3d")
+    make, options = COMBINED[name]
+    torch.manual_seed(0)
+    module = make()
+    state = {key: leaf.clone() for key, leaf in module.state_dict().items()}
+    model = peft.get_peft_model(copied(make, state), peft.LoraConfig(r=4, **options), adapter_name="first")
+    model.add_adapter("second", peft.LoraConfig(r=4, **options))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.eval().save_pretrained(tmp_path)
+    apply, params, buffers = tdf.functional(copied(make, state))
+    pairs = [tdf.lora.load(tmp_path / each, params, apply=apply) for each in ("first", "second")]
+
+    lora, tree = tdf.lora.add_weighted(params, pairs, [0.7, -0.4], combination_type=combination_type, apply=apply)
+
+    model.add_weighted_adapter(["first", "second"], [0.7, -0.4], "both", combination_type=combination_type)
+    model.set_adapter("both")
+    found = output(lora.attach(apply), (params, tree), buffers=buffers)
+    torch.testing.assert_close(found, output(model.eval()), atol=1e-4, rtol=1e-3)

@@ -3,10 +3,12 @@
 from tdfunc.lora._attach import LoraApply
 from tdfunc.lora.files.api import load, save
 from tdfunc.lora.lora import Lora, attach, extract, init, merge, unmerge
+from tdfunc.lora.weighted import add_weighted
 
 __all__ = [
     "Lora",
     "LoraApply",
+    "add_weighted",
     "attach",
     "extract",
     "init",

@@ -12,7 +12,7 @@ from torch import Tensor
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
-from tdfunc.core.keys import Entry, Filter, FilterLike, at_paths, dotted
+from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
 from tdfunc.core.types import Path
 from tdfunc.lora._attach import LoraApply
 from tdfunc.lora.files.config import Config, load_config, read_config
@@ -21,6 +21,7 @@ from tdfunc.lora.files.peft import PREFIX, Adapter, check_table, read_adapters
 from tdfunc.lora.files.writing import check_target, config_of, list_layers, whole_modules, write_parts
 from tdfunc.lora.lora import Lora
 from tdfunc.lora.math import factors
+from tdfunc.lora.selection import by_value, filter_of
 from tdfunc.lora.targets import (
     FROZEN,
     Target,
@@ -40,8 +41,6 @@ from tdfunc.storage.api import save as save_tree
 from tdfunc.storage.disk import commit
 from tdfunc.storage.disk.remote import as_name, local_folder
 
-# More are a filter by complete paths: each glob is matched against each leaf, and combined filters are nested.
-_MAX_GLOBS = 32
 _CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
 
@@ -190,55 +189,20 @@ def _as_lora(
     alphas = {adapter.paths[0]: adapter.alpha for adapter in adapters}
     where: FilterLike = Filter(lambda path, leaf: False)
     if adapters:
-        where = _filter(ranks, found)
+        where = filter_of(ranks, found)
     trained = None
     if whole:
-        trained = _filter(whole, found)
+        trained = filter_of(whole, found)
     return Lora(
         where,
-        rank=_by_value(ranks, found),
-        alpha=_by_value(alphas, found),
+        rank=by_value(ranks, found),
+        alpha=by_value(alphas, found),
         rslora=config.rslora,
         dora="magnitude" in names,
         bias="bias" in names,
         dropout=config.dropout,
         whole=trained,
     )
-
-
-def _by_value(values: Mapping[Path, Any], found: Sequence[Entry]) -> Any:
-    """Return one value for all paths, or a dict of filters."""
-    groups: dict[Any, list[Path]] = {}
-    for path, value in values.items():
-        groups.setdefault(value, []).append(path)
-    if len(groups) < 2:
-        return next(iter(groups), 1)
-    chosen = [entry for entry in found if entry.paths[0] in values]
-    most_frequent = max(groups, key=lambda value: len(groups[value]))
-    by_filter: dict[FilterLike, Any] = {}
-    for value, paths in groups.items():
-        if value != most_frequent:
-            by_filter[_filter(paths, chosen)] = value
-    # The first filter that matches a leaf counts, so the rest comes last.
-    by_filter["*"] = most_frequent
-    return by_filter
-
-
-def _filter(paths: Mapping[Path, Any] | Sequence[Path], found: Sequence[Entry]) -> FilterLike:
-    """Return a filter for the leaves at these paths: globs by their last keys where a few of these choose no others."""
-    wanted = set(paths)
-    ends = {".".join(path[-2:]) for path in wanted}
-    if len(ends) > _MAX_GLOBS:
-        return at_paths(wanted)
-    first, *others = [f"*{end}" for end in sorted(ends)]
-    globs: FilterLike = first
-    for other in others:
-        globs = Filter(globs) | other
-    mask = Filter(globs).mask(found)
-    chosen = {entry.paths[0] for entry, is_chosen in zip(found, mask, strict=True) if is_chosen}
-    if chosen == wanted:
-        return globs
-    return at_paths(wanted)
 
 
 def save(
