@@ -79,6 +79,12 @@ CASES = {
     ),
     "one of the experts' parameters": (experts, {"target_modules": [], "target_parameters": ["experts.down_proj"]}),
     "images": (Images, {"target_modules": ["a", "b", "c"], "use_dora": True}),
+    "tokens": (llama, {"target_modules": ATTENTION, "trainable_token_indices": {"embed_tokens": [5, 1, 17]}}),
+    "tokens of the inputs": (llama, {"target_modules": ATTENTION, "trainable_token_indices": [5, 1, 17]}),
+    "tokens, tied": (
+        lambda: llama(tie_word_embeddings=True),
+        {"target_modules": ATTENTION, "trainable_token_indices": [5, 1, 17]},
+    ),
 }
 IDS = torch.randint(32, (3, 7), generator=torch.Generator().manual_seed(1))
 

@@ -126,6 +126,8 @@ def _check_sums(loras: Sequence[Lora]) -> None:
             got = "magnitudes of DoRA"
         elif lora.whole is not None:
             got = "leaves that are trained whole"
+        elif lora.trainable_token_indices is not None:
+            got = "rows of tokens, which replace rows"
         if got is not None:
             raise UnsupportedError(
                 f"add_weighted: adapter {i} is more than a change that can be added.",

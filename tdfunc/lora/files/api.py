@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +19,17 @@ from tdfunc.lora._attach import LoraApply
 from tdfunc.lora.files.config import Config, load_config, read_config
 from tdfunc.lora.files.kohya import as_peft, is_kohya
 from tdfunc.lora.files.peft import PREFIX, Adapter, check_table, read_adapters
+from tdfunc.lora.files.tokens import read_tables, take_rows, write_rows
 from tdfunc.lora.files.writing import check_target, config_of, list_layers, whole_modules, write_parts
 from tdfunc.lora.lora import Lora
 from tdfunc.lora.math import factors
 from tdfunc.lora.selection import by_value, filter_of
 from tdfunc.lora.targets import (
     FROZEN,
+    Table,
     Target,
     check_leaves,
+    find_tables,
     find_targets,
     layouts_of,
     make_tree,
@@ -81,11 +85,14 @@ def load(
     layouts = None
     if apply is not None:
         layouts = layouts_of(module_of(apply))
+    rows = take_rows(contents.tensors)
+    tables = read_tables(rows, contents.config.tokens, params, contents.outer)
     adapters, whole = read_adapters(contents.tensors, contents.config, params, layouts, contents.outer)
     if apply is not None:
         for adapter in adapters:
             check_table(adapter, module_of(apply))
-    if _change_nothing(adapters, whole, params):
+    has_rows = any([not torch.equal(table.rows_in(table.leaf), own.to(table.leaf.dtype)) for table, own in tables])
+    if not has_rows and _change_nothing(adapters, whole, params):
         raise error(
             ValueError,
             f"lora.load: the adapters in {contents.file!r} change nothing.",
@@ -94,10 +101,16 @@ def load(
             hint="save the adapters after the training; lora.init makes fresh ones.",
         )
     lora = _as_lora(adapters, whole, contents.config, params)
+    if tables:
+        found = entries(params)
+        lora = replace(
+            lora, trainable_token_indices={filter_of([table.path], found): table.indices for table, _ in tables}
+        )
     leaves: dict[Path, Tensor] = {}
     for adapter in adapters:
         for part, leaf in adapter.parts.items():
             leaves[(*adapter.paths[0], part)] = leaf
+    leaves |= {table.key: own for table, own in tables}
     tree = make_tree(leaves | whole)
     read_parts(lora, params, tree, "lora.load")
     return lora, tree
@@ -241,13 +254,18 @@ def save(
     module = module_of(apply)
     base = from_module(module)
     targets, whole = find_targets(lora, entries(base), layouts_of(module))
-    given = _given_leaves(lora, targets, whole, adapters)
+    tables = find_tables(lora, entries(base))
+    given = _given_leaves(lora, targets, whole, tables, adapters)
     for target in targets:
         check_target(target, lora, module)
     layers = list_layers(lora, targets)
     replaced = whole_modules(whole, layers.modules, base, module)
     entries_of_config = config_of(lora, targets, layers, module, replaced) | dict(config or {})
     tensors = _adapter_tensors(lora, targets, given)
+    if tables:
+        rows, indices = write_rows(tables, given, module)
+        tensors |= rows
+        entries_of_config.setdefault("trainable_token_indices", indices)
     for path, name in replaced.names.items():
         tensors[name] = given[path].detach()
     tree = TensorDict({PREFIX + name: leaf.contiguous() for name, leaf in tensors.items()}).unflatten_keys(".")
@@ -257,7 +275,11 @@ def save(
 
 
 def _given_leaves(
-    lora: Lora, targets: Sequence[Target], whole: Sequence[Entry], adapters: TensorCollection
+    lora: Lora,
+    targets: Sequence[Target],
+    whole: Sequence[Entry],
+    tables: Sequence[Table],
+    adapters: TensorCollection,
 ) -> dict[Path, Tensor]:
     """Return the leaves of adapters by their paths; raise unless they are the leaves of the choice."""
     shapes: dict[Path, torch.Size | None] = {}
@@ -266,6 +288,8 @@ def _given_leaves(
             shapes[(*target.path, name)] = shape
     for entry in whole:
         shapes[entry.paths[0]] = entry.leaf.shape
+    for table in tables:
+        shapes[table.key] = table.shape
     return check_leaves("lora.save", shapes, adapters)
 
 
