@@ -10,6 +10,7 @@ import tempfile
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -374,3 +375,62 @@ def test_weighted_adapters_are_those_of_peft(name, combination_type, tmp_path):
     model.set_adapter("both")
     found = output(lora.attach(apply), (params, tree), buffers=buffers)
     torch.testing.assert_close(found, output(model.eval()), atol=1e-4, rtol=1e-3)
+
+
+# -- a vocabulary that was resized -----------------------------------------------------------------------------
+
+WIDE_IDS = torch.randint(35, (3, 7), generator=torch.Generator().manual_seed(2))
+RESIZED = {
+    "layers": {"target_modules": ["q_proj"]},
+    "a table": {"target_modules": ["q_proj", "embed_tokens"]},
+    "both tables": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [32, 33, 5]},
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+}
+
+
+def resized(folder, seed):
+    """A model of a folder with three new tokens, whose rows depend on the seed."""
+    model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+    torch.manual_seed(seed)
+    model.resize_token_embeddings(35)
+    return model
+
+
+@pytest.fixture(params=RESIZED, name="wide")
+def _wide(request, tmp_path):
+    torch.manual_seed(0)
+    llama().save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(resized(tmp_path / "base", 1), peft.LoraConfig(r=4, **RESIZED[request.param]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.eval().save_pretrained(tmp_path / "theirs")
+    return tmp_path, model(WIDE_IDS).logits
+
+
+def test_a_resized_folder_of_peft_loads(wide):
+    """In a fresh model that was resized, with other rows of the new tokens."""
+    folder, expected = wide
+    apply, params, buffers = tdf.functional(resized(folder / "base", 2))
+
+    base = tdf.lora.load_base(folder / "theirs", params)
+    lora, adapters = tdf.lora.load(folder / "theirs", base, apply=apply)
+
+    found = lora.attach(apply)((base, adapters), WIDE_IDS, buffers=buffers).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_peft_loads_a_resized_folder_of_ours(wide):
+    """With the tables of `base=`."""
+    folder, expected = wide
+    model = resized(folder / "base", 2)
+    apply, params, _ = tdf.functional(model)
+    base = tdf.lora.load_base(folder / "theirs", params)
+    lora, adapters = tdf.lora.load(folder / "theirs", base, apply=apply)
+
+    tdf.lora.save(folder / "ours", lora, adapters, apply, base=base)
+
+    fresh = peft.PeftModel.from_pretrained(resized(folder / "base", 3), folder / "ours").eval()
+    torch.testing.assert_close(fresh(WIDE_IDS).logits, expected, atol=1e-5, rtol=1e-4)

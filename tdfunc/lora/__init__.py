@@ -1,7 +1,7 @@
 """Adapters of low rank as pure functions of trees: LoRA, DoRA, PiSSA, OLoRA, and the files of other libraries."""
 
 from tdfunc.lora._attach import LoraApply
-from tdfunc.lora.files.api import load, save
+from tdfunc.lora.files.api import load, load_base, save
 from tdfunc.lora.lora import Lora, attach, extract, init, merge, unmerge
 from tdfunc.lora.weighted import add_weighted
 
@@ -13,6 +13,7 @@ __all__ = [
     "extract",
     "init",
     "load",
+    "load_base",
     "merge",
     "save",
     "unmerge",

@@ -154,3 +154,76 @@ def test_rows_of_a_batch_cannot_have_their_own_tables():
 
     with pytest.raises(tdf.UnsupportedError, match="no rows of a table"):
         lora.attach(apply, rows=True)
+
+
+# -- a vocabulary that was resized ------------------------------------------------------------------------------
+
+RESIZED = {
+    "layers": {"where": "*q_proj.weight"},
+    "a table": {"where": tdf.Filter("*q_proj.weight") | "*embed_tokens.weight"},
+    "a head": {"where": tdf.Filter("*q_proj.weight") | "lm_head.weight"},
+    "tokens": {"where": "*q_proj.weight", "trainable_token_indices": {"*embed_tokens.weight": [32, 34]}},
+}
+
+
+def resized(seed, tied):
+    """The same small model, with new rows that depend on the seed."""
+    torch.manual_seed(0)
+    model = llama(tie_word_embeddings=tied)
+    torch.manual_seed(seed)
+    model.resize_token_embeddings(35)
+    return tdf.functional(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+# A tied head is the table.
+@pytest.mark.parametrize(
+    ("name", "tied"), [(name, tied) for name in RESIZED for tied in (False, True) if (name, tied) != ("a head", True)]
+)
+def test_a_resized_vocabulary_is_saved_and_loaded(name, tied, tmp_path):
+    """In a fresh model, whose new rows are others, the merged model is the one that was saved."""
+    apply, params, _ = resized(1, tied)
+    lora = Lora(**RESIZED[name], rank=2)
+    adapters = lora.init(params, key=0, apply=apply).apply(lambda leaf: leaf + 0.3 * torch.randn_like(leaf))
+    tdf.lora.save(tmp_path / "a", lora, adapters, apply, base=params)
+    apply, fresh, _ = resized(2, tied)
+
+    base = tdf.lora.load_base(tmp_path / "a", fresh)
+    again, found = tdf.lora.load(tmp_path / "a", base, apply=apply)
+
+    tdf.assert_close(again.merge(base, found), lora.merge(params, adapters))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tables_of_another_base_are_named(tmp_path):
+    """`load` says how the file's tables are read."""
+    apply, params, _ = resized(1, False)
+    lora = Lora("*embed_tokens.weight", rank=2)
+    adapters = lora.init(params, key=0, apply=apply).apply(torch.ones_like)
+    tdf.lora.save(tmp_path / "a", lora, adapters, apply, base=params)
+    _, fresh, _ = resized(2, False)
+
+    with pytest.raises(tdf.UnsupportedError, match=r"(?s)another table.*tdf\.lora\.load_base"):
+        tdf.lora.load(tmp_path / "a", fresh)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_base_that_was_not_resized_is_named(tmp_path):
+    """The message has the call that resizes it."""
+    apply, params, _ = resized(1, False)
+    lora = Lora("*q_proj.weight", rank=2)
+    adapters = lora.init(params, key=0).apply(torch.ones_like)
+    tdf.lora.save(tmp_path / "a", lora, adapters, apply, base=params)
+    _, small, _ = tdf.functional(llama())
+
+    with pytest.raises(tdf.LeafMismatchError, match=r"resize_token_embeddings\(35\)"):
+        tdf.lora.load(tmp_path / "a", small)
+
+
+def test_embeddings_of_another_module_are_refused(tmp_path):
+    """Only language models have them."""
+    apply, params, _ = tdf.functional(torch.nn.Sequential(torch.nn.Linear(3, 3)))
+    lora = Lora("0.weight", rank=1)
+
+    with pytest.raises(tdf.UnsupportedError, match="embeddings of a language model"):
+        tdf.lora.save(tmp_path / "a", lora, lora.init(params, key=0), apply, base=params)

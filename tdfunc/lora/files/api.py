@@ -18,8 +18,8 @@ from tdfunc.core.types import Path
 from tdfunc.lora._attach import LoraApply
 from tdfunc.lora.files.config import Config, load_config, read_config
 from tdfunc.lora.files.kohya import as_peft, is_kohya
-from tdfunc.lora.files.peft import PREFIX, Adapter, check_table, read_adapters
-from tdfunc.lora.files.tokens import read_tables, take_rows, write_rows
+from tdfunc.lora.files.peft import PREFIX, Adapter, check_table, read_adapters, read_base
+from tdfunc.lora.files.tokens import read_tables, take_rows, write_embeddings, write_rows
 from tdfunc.lora.files.writing import check_target, config_of, list_layers, whole_modules, write_parts
 from tdfunc.lora.lora import Lora
 from tdfunc.lora.math import factors
@@ -40,6 +40,7 @@ from tdfunc.lora.targets import (
 from tdfunc.modules.extract import from_module
 from tdfunc.modules.functional import Apply
 from tdfunc.ops.base.reading import entries, get, iter_items
+from tdfunc.ops.edits.edit import set_
 from tdfunc.storage.api import load as load_tree
 from tdfunc.storage.api import save as save_tree
 from tdfunc.storage.disk import commit
@@ -87,7 +88,8 @@ def load(
         layouts = layouts_of(module_of(apply))
     rows = take_rows(contents.tensors)
     tables = read_tables(rows, contents.config.tokens, params, contents.outer)
-    adapters, whole = read_adapters(contents.tensors, contents.config, params, layouts, contents.outer)
+    paths = _table_paths(rows, params)
+    adapters, whole = read_adapters(contents.tensors, contents.config, params, layouts, contents.outer, paths)
     if apply is not None:
         for adapter in adapters:
             check_table(adapter, module_of(apply))
@@ -114,6 +116,64 @@ def load(
     tree = make_tree(leaves | whole)
     read_parts(lora, params, tree, "lora.load")
     return lora, tree
+
+
+def load_base(
+    path: str | os.PathLike[str],
+    params: TensorCollection,
+    *,
+    prefix: str | None = None,
+) -> TensorCollection:
+    """Return a base with the embeddings that a folder of PEFT has, for adapters of a vocabulary that was resized.
+
+    With `save_embedding_layers`, PEFT saves embeddings beside adapters, and writes them into the model that it loads
+    the adapters for. It does so if the vocabulary was resized, or an embedding has an adapter. `load` returns those
+    without an adapter among the leaves that are trained whole. This function returns a base with all others, and with
+    those that have another number of rows.
+
+    Args:
+        path: A folder of PEFT.
+        params: The base of the adapters.
+        prefix: The beginning of the names of this base, as for `load`.
+
+    Returns:
+        The base for `load(path, base)`, with the leaves of `params` in place of those that the file does not have.
+
+    Raises:
+        LeafMismatchError: A table of the file does not fit the base.
+
+    Examples:
+        >>> import tempfile
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20))
+        >>> apply, params, _ = tdf.functional(model)
+        >>> lora = tdf.lora.Lora("transformer.wte.weight", rank=1)
+        >>> adapters = lora.init(params, key=0, apply=apply).apply(torch.ones_like)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tdf.lora.save(f"{folder}/a", lora, adapters, apply, base=params)
+        ...     base = tdf.lora.load_base(f"{folder}/a", params * 2)
+        >>> torch.equal(base["transformer", "wte", "weight"], params["transformer", "wte", "weight"])
+        True
+    """
+    contents = _read_file(as_name(path), params, prefix)
+    rows = take_rows(contents.tensors)
+    found = read_base(contents.tensors, contents.config, params, contents.outer, _table_paths(rows, params))
+    base = params
+    for entry in entries(params):
+        given = [found[path] for path in entry.paths if path in found]
+        if given:
+            base = set_(base, entry.paths[0], given[0].to(entry.leaf.dtype))
+    return base
+
+
+def _table_paths(rows: Mapping[str, Tensor], params: TensorCollection) -> list[Path]:
+    """Return all paths of the tables of which a file has rows."""
+    names = {(*name.split("."), "weight") for name in rows}
+    paths: list[Path] = []
+    for entry in entries(params):
+        if not names.isdisjoint(entry.paths):
+            paths += entry.paths
+    return paths
 
 
 class _Contents(NamedTuple):
@@ -225,6 +285,7 @@ def save(
     apply: "Apply | LoraApply",
     *,
     config: Mapping[str, Any] | None = None,
+    base: TensorCollection | None = None,
     fsync: bool = True,
 ) -> None:
     """Save adapters as a folder that PEFT loads.
@@ -240,6 +301,8 @@ def save(
         adapters: The adapters of one model, not stacked.
         apply: The function of the base, which contains the layers of the weights.
         config: Further entries of `adapter_config.json`, such as `{"task_type": "CAUSAL_LM"}`.
+        base: The base, if its embeddings and its head are written beside the adapters, as PEFT does for a vocabulary
+            that was resized (`model.resize_token_embeddings`): a fresh model has other rows for the new tokens.
         fsync: Wait until the data is on the disk.
 
     Raises:
@@ -252,20 +315,22 @@ def save(
         folder, "lora.save", reason="files are locked and renamed", hint="save to a local folder, and upload it."
     )
     module = module_of(apply)
-    base = from_module(module)
-    targets, whole = find_targets(lora, entries(base), layouts_of(module))
-    tables = find_tables(lora, entries(base))
+    skeleton = from_module(module)
+    targets, whole = find_targets(lora, entries(skeleton), layouts_of(module))
+    tables = find_tables(lora, entries(skeleton))
     given = _given_leaves(lora, targets, whole, tables, adapters)
     for target in targets:
         check_target(target, lora, module)
     layers = list_layers(lora, targets)
-    replaced = whole_modules(whole, layers.modules, base, module)
+    replaced = whole_modules(whole, layers.modules, skeleton, module)
     entries_of_config = config_of(lora, targets, layers, module, replaced) | dict(config or {})
     tensors = _adapter_tensors(lora, targets, given)
     if tables:
         rows, indices = write_rows(tables, given, module)
         tensors |= rows
         entries_of_config.setdefault("trainable_token_indices", indices)
+    if base is not None:
+        tensors |= write_embeddings(base, module, layers.modules, tables)
     for path, name in replaced.names.items():
         tensors[name] = given[path].detach()
     tree = TensorDict({PREFIX + name: leaf.contiguous() for name, leaf in tensors.items()}).unflatten_keys(".")

@@ -1,16 +1,17 @@
 """Trained rows of tables in PEFT's files: `trainable_token_indices`, and the tensors of token adapters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import LeafMismatchError
+from tdfunc.core.errors import LeafMismatchError, UnsupportedError
 from tdfunc.core.keys import Entry, dotted
 from tdfunc.core.types import Path
 from tdfunc.lora.files.config import TokenIndices
 from tdfunc.lora.targets import Table
-from tdfunc.ops.base.reading import entries
+from tdfunc.ops.base.reading import entries, get
 
 # The name of the rows of a table, behind the name of its module.
 _ROWS = ".token_adapter.trainable_tokens_delta"
@@ -90,3 +91,42 @@ def write_rows(
         tensors[name + _ROWS] = given[table.key].detach()
         indices[name] = list(table.indices)
     return tensors, indices
+
+
+def write_embeddings(
+    base: TensorCollection, module: nn.Module, adapted: Collection[str], tables: Sequence[Table]
+) -> dict[str, Tensor]:
+    """Return the leaves of the embeddings and the head of a language model by PEFT's names.
+
+    Args:
+        base: The parameters of the model.
+        module: Its structure.
+        adapted: The names of the modules with adapters.
+        tables: The tables of which rows are trained.
+
+    Raises:
+        UnsupportedError: The module is not a language model of transformers.
+    """
+    # Any: transformers is optional.
+    model: Any = module
+    if not hasattr(model, "get_input_embeddings"):
+        raise UnsupportedError(
+            "lora.save: base= writes the embeddings of a language model of transformers.",
+            got=f"a {type(module).__name__}",
+            hint="Lora(..., whole=...) saves other leaves.",
+        )
+    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    with_rows = {dotted(path[:-1]) for table in tables for path in table.paths}
+    tensors: dict[str, Tensor] = {}
+    for name, layer in module.named_modules():
+        if not any([layer is each for each in layers]):
+            continue
+        inner = ""
+        if name in adapted:
+            inner = ".base_layer"
+        elif name in with_rows and isinstance(layer, nn.Embedding):
+            inner = ".token_adapter.base_layer"
+        for leaf, _ in layer.named_parameters():
+            # A copy: safetensors has no two names of one tensor.
+            tensors[f"{name}{inner}.{leaf}"] = get(base, (*name.split("."), leaf)).detach().clone()
+    return tensors
