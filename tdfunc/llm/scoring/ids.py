@@ -69,9 +69,8 @@ def score_ids(
         tensor([[False,  True,  True],
                 [False, False,  True]])
     """
-    wanted = ids.unsqueeze(-1) if at is None else at
     found, valid = score_all(
-        lm, params, ids, mask, buffers=buffers, at=wanted, temperature=temperature, rng=rng, wanted=Wanted()
+        lm, params, ids, mask, buffers=buffers, at=at, temperature=temperature, rng=rng, wanted=Wanted()
     )
     values = found.log_probs
     if at is None:
@@ -86,7 +85,7 @@ def score_all(
     mask: Tensor | None,
     *,
     buffers: Any,
-    at: Tensor,
+    at: Tensor | None,
     temperature: float | Tensor,
     rng: Any,
     wanted: Wanted,
@@ -100,8 +99,9 @@ def score_all(
         raise error(ValueError, "score: temperature must be above 0.", got=temperature)
     rows = _rows_of(lm, ids, mask, at)
     outputs = _run_rows(lm, params, rows, buffers=buffers, rng=rng)
+    candidates = ids.unsqueeze(-1) if at is None else at
     # Pads may hold any number.
-    chosen = torch.where(rows.mask.unsqueeze(-1), rows.gather(at), 0)
+    chosen = torch.where(rows.mask.unsqueeze(-1), rows.gather(candidates), 0)
     scored = _scored(rows)
     found = _head_scores(lm, outputs, chosen[:, 1:], scored[:, 1:], temperature, wanted)
 
