@@ -3,7 +3,7 @@
 import importlib
 import typing
 
-from tdfunc import averaging, calibration, distributed, lora, metrics, optim, random, sweep, weights
+from tdfunc import averaging, calibration, distributed, lora, metrics, optim, plots, random, sweep, weights
 from tdfunc._jit import jit
 from tdfunc._lazystack import LazyStack, lazy_stack, pad_sequence
 from tdfunc._tensorclass import TensorClass, tensorclass
@@ -116,6 +116,7 @@ __all__ = [
     "pad_sequence",
     "pad_to",
     "partition",
+    "plots",
     "random",
     "ravel",
     "save",
