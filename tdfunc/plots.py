@@ -44,7 +44,7 @@ def training_curve(curves: Curves, *, ax: "Axes | None" = None) -> "Axes":
     Args:
         curves: The values of each step by name, in a dict or a tree; or a `CheckpointManager` or the folder of a run,
             whose metadata have numbers, or lists of a number for each member.
-        ax: The axes to draw on; by default new ones in a figure of their own.
+        ax: The axes to draw on; by default new ones in a new figure.
 
     Returns:
         The axes. `ax.set_yscale("log")` changes them, and `ax.figure.savefig("curve.png")` saves the picture.
