@@ -490,14 +490,14 @@ def process_data(data):
 
 
 @pytest.mark.slow
-def test_map_over_processes(capfd):
+def test_map_over_processes(terminal):
     """Four workers map rows one at a time, in order, with a progress bar when it is asked for."""
     data = TensorDict({"images": torch.rand(12, 4, 3), "labels": torch.arange(12)}, [12])
     done = data.map(process_data, num_workers=4, chunksize=0, pbar=True)
 
     assert torch.equal(done["images"], data["images"].flip(-2))
     assert torch.equal(done["labels"], data["labels"] // 10)
-    assert "12/12" in capfd.readouterr().err
+    assert "12/12" in terminal.readouterr().err
 
 
 def preprocess(data):

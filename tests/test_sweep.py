@@ -434,12 +434,12 @@ def test_blocks_of_the_same_run_are_resumed(first, _, tmp_path):
     assert scores.tolist() == [0, 1, 2]
 
 
-def test_progress_of_blocks_is_shown(tmp_path, capfd):
+def test_progress_of_blocks_is_shown(tmp_path, terminal):
     """`progress=True` counts blocks."""
     run = tdf.TensorDict({"w": torch.arange(11.0)}, [11])
     sweep.train_blocks(run, lambda r, _: (r, r["w"]), rungs=1, folder=tmp_path, chunk_size=3, progress=True)
 
-    assert "4/4" in capfd.readouterr().err
+    assert "4/4" in terminal.readouterr().err
 
 
 @pytest.fixture

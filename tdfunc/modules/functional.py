@@ -31,7 +31,7 @@ from tdfunc.core.shapes import EMPTY
 from tdfunc.core.types import Kind, Path
 from tdfunc.core.walk import replace
 from tdfunc.modules.batching import PACKED, Batching, reads_packed
-from tdfunc.modules.checkpoint import Unmarked
+from tdfunc.modules.checkpoint import Unmarked, recomputing_by_name
 from tdfunc.modules.extract import from_module, split, unwrap
 from tdfunc.modules.lost import Lost
 from tdfunc.modules.plan import Spec, Straight, extra_values
@@ -429,11 +429,11 @@ class Apply:
     def _forward(self, module: nn.Module, args: Any, kwargs: Any, mode: seeded | None) -> Any:
         if self._hooked and torch.is_grad_enabled() and in_vmap():
             raise _hooks_error(self._hooked)
-        rules = self._rules()
         try:
-            if mode is None and not self._recomputes and rules is None:
-                return module(*args, **kwargs)
-            return self._forward_in_modes(module, args, kwargs, mode, rules)
+            if is_compiling() or not in_functorch():
+                return self._forward_in_modes(module, args, kwargs, mode)
+            with recomputing_by_name():
+                return self._forward_in_modes(module, args, kwargs, mode)
         except RuntimeError as err:
             if _SHARED_STATISTICS not in str(err):
                 raise
@@ -441,9 +441,10 @@ class Apply:
             # Of torch's own class: code that falls back to a loop catches RuntimeError.
             raise error(type(err), f"apply: {str(err).splitlines()[0]}", hint=hint) from err
 
-    def _forward_in_modes(
-        self, module: nn.Module, args: Any, kwargs: Any, mode: seeded | None, rules: Batching | None
-    ) -> Any:
+    def _forward_in_modes(self, module: nn.Module, args: Any, kwargs: Any, mode: seeded | None) -> Any:
+        rules = self._rules()
+        if mode is None and not self._recomputes and rules is None:
+            return module(*args, **kwargs)
         unmarked = nullcontext()
         if self._recomputes and in_functorch():
             unmarked = Unmarked()

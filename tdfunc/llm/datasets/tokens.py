@@ -33,11 +33,11 @@ from tdfunc.llm.messages.message import read_messages, read_tools
 from tdfunc.llm.templates.base import text_tokenizer
 from tdfunc.llm.templates.find import find_template
 from tdfunc.llm.templates.jinja import JinjaTemplate
-from tdfunc.parallel.progress import progress_bar
 from tdfunc.random import permutation
 from tdfunc.storage.api import load, save
 from tdfunc.storage.disk.commit import Descriptor, lock, make_folder
 from tdfunc.storage.disk.remote import local_folder
+from tdfunc.storage.progress import progress_bar
 
 # In the key of a cache: another number where stored rows change.
 _FORMAT = 5
