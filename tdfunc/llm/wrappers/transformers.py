@@ -119,7 +119,7 @@ class TransformersWrapper(LLMWrapperBase):
 
     # Any: what came in the place of parameters.
     def _other_params(self, given: Any) -> Exception:
-        """Return the error of parameters that are not those of this wrapper."""
+        """Return the error of parameters that do not belong to this wrapper."""
         if self._lora is None:
             expected = "a tree of parameters"
             hint = "lora.attach(wrapper) takes the pair of a base and adapters."

@@ -122,7 +122,7 @@ def _remove(folder: str, step: int) -> None:
 
 
 def _identity(path: str) -> str:
-    """Return the digest of the description in the folder of a step; a step without one has that of no bytes."""
+    """Return the digest of the description in the folder of a step; a step without one has the digest of no bytes."""
     raw = b""
     with suppress(OSError), open(os.path.join(path, ABOUT_FILE), "rb") as file:
         raw = file.read()
