@@ -263,8 +263,12 @@ def _scores(head: Head, chunk: _Inputs, wanted: Wanted) -> _Part:
     largest = largest.masked_fill(largest.isinf(), 0)
     shifted = logits.sub_(largest)
     if wanted.entropy:
-        log_sum = shifted.exp().sum(-1, keepdim=True).log()
-        entropy = _entropy(shifted - log_sum)
+        exps = shifted.exp()
+        total = exps.sum(-1, keepdim=True)
+        log_sum = total.log()
+        # 0 times a logit of -inf is 0 here. Only two tensors of the size of the logits exist.
+        products = exps.mul_(shifted.masked_fill_(exps == 0, 0))
+        entropy = (log_sum - products.sum(-1, keepdim=True) / total).squeeze(-1)
     else:
         log_sum = shifted.exp_().sum(-1, keepdim=True).log()
         entropy = log_sum.new_zeros(log_sum.shape[:-1])
