@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.models.architectures import FURTHER, NAMED
 from tdfunc import init_ensemble, random, stack_modules
 from tdfunc.modules.batching.rule import by_body
 from tdfunc.modules.random import seeded
@@ -129,41 +130,24 @@ def test_law_seeds(seed, other):
     assert seed == other or not any(torch.equal(a, b) for a in trees[0] for b in trees[2])
 
 
-# Families with unlike layers and initialisation; by the name of the model, the options of its configuration.
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-SPEECH = {"conv_dim": (8, 8), "conv_kernel": (4, 2), "conv_stride": (2, 2), "num_feat_extract_layers": 2}
-FAMILIES = {
-    "BertModel": {"vocab_size": 40, **SIZES},
-    "MixtralForCausalLM": {"vocab_size": 40, "num_key_value_heads": 1, "num_local_experts": 2, **SIZES},
-    "MambaModel": {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},
-    "T5Model": {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2},
-    "ViTModel": {"image_size": 8, "patch_size": 4, **SIZES},
-    "SwinModel": {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2]},
-    "ResNetModel": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
-    "Wav2Vec2Model": {**SPEECH, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, **SIZES},
-    "PatchTSTModel": {"num_input_channels": 2, "context_length": 16, "d_model": 16, "num_hidden_layers": 1},
-    "DebertaV2Model": {"vocab_size": 40, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], **SIZES},
-    "xLSTMModel": {"vocab_size": 40, "hidden_size": 16, "embedding_dim": 16, "num_blocks": 1, "num_heads": 2},
-}
+def families():
+    """The architectures of docs/models.md; the first stands for all in a fast run."""
+    first, *others = [*NAMED, *FURTHER]
+    return [
+        pytest.param(first, id=first.name),
+        *[pytest.param(one, id=one.name, marks=pytest.mark.slow) for one in others],
+    ]
 
 
-def pretrained(name):
-    """A maker of a tiny model of transformers."""
-    transformers = pytest.importorskip("transformers")
-    model = getattr(transformers, name)
-    return lambda: model(model.config_class(**FAMILIES[name]))
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "BertModel" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
-def test_members_of_transformers(name):
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("architecture", families())
+def test_members_of_transformers(architecture):
     """Member i depends on its key alone, though the library wraps the functions of `torch.nn.init` meanwhile."""
-    make = pretrained(name)
-    few = init_ensemble(make, 2, key=3)
-    many = init_ensemble(make, 4, key=3)
+    pytest.importorskip("transformers")
+    few = init_ensemble(architecture.make, 2, key=3)
+    many = init_ensemble(architecture.make, 4, key=3)
     with seeded(random.fold_in(random.key(3), 1)):
-        alone = make()
+        alone = architecture.make()
 
     assert_trees_equal(many[:2], few)
     assert_trees_equal(stack_modules([alone]), many[1:2])
