@@ -18,7 +18,7 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.ops.base.reading import iter_items
 from tdfunc.storage.manager.manager import CheckpointManager
-from tdfunc.sweep import Mode, rank
+from tdfunc.sweep import Mode, Results, rank
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,7 +85,12 @@ def training_curve(curves: Curves, *, ax: "Axes | None" = None) -> "Axes":
 
 
 def sweep_table(
-    hyper: TensorCollection, scores: Tensor, *, mode: Mode = "min", rows: int = 20, ax: "Axes | None" = None
+    hyper: TensorCollection | Results,
+    scores: Tensor | None = None,
+    *,
+    mode: Mode = "min",
+    rows: int = 20,
+    ax: "Axes | None" = None,
 ) -> "Axes":
     """Draw the hyperparameters and scores of members as a table, the best member first.
 
@@ -93,7 +98,8 @@ def sweep_table(
     where it is good.
 
     Args:
-        hyper: The hyperparameters, one of each for each member, as `sweep.grid` returns them.
+        hyper: The hyperparameters, one of each for each member, as `sweep.grid` returns them; or `sweep.Results`, which
+            contain the scores and their mode.
         scores: A number for each member, as `sweep.best` takes it.
         mode: `"min"` if small scores are good, `"max"` if large scores are good.
         rows: The largest number of members to draw.
@@ -105,6 +111,7 @@ def sweep_table(
     Raises:
         ImportError: matplotlib is not installed.
         BatchSizeError: A hyperparameter is not one value for each member.
+        TypeError: There are hyperparameters and no scores.
 
     Examples:
         >>> hyper = tdf.sweep.grid(lr=[1e-3, 1e-2, 1e-1], weight_decay=[0.0, 1e-2])
@@ -113,6 +120,12 @@ def sweep_table(
         ['member', 'lr', 'weight_decay', 'score']
     """
     rows = as_count("sweep_table: rows", rows)
+    if isinstance(hyper, Results):
+        mode = hyper.mode
+        scores = hyper.scores
+        hyper = hyper.hyper
+    if scores is None:
+        raise error(TypeError, "sweep_table: there are no scores.", hint="sweep_table(hyper, scores) or Results.")
     scores = scores.detach().cpu()
     columns = _columns_of(hyper, scores)
     order = rank(scores, mode=mode)[:rows]

@@ -341,6 +341,9 @@ class Results:
 
     Attributes:
         order: The members from the best to the worst, as `rank` returns them: `run[results.order[:4]]` is a stack.
+        hyper: The tree of hyperparameters.
+        scores: The number of each member.
+        mode: `"min"` or `"max"`.
 
     Args:
         hyper: A tree with a number for each member, from `grid` or `random_search`. Other leaves are not shown.
@@ -377,8 +380,9 @@ class Results:
         columns = {dotted(path): leaf for path, leaf in iter_leaves(hyper) if leaf.dim() == 1}
         self.order = rank(scores, mode=mode)
         self.mode: Mode = mode
-        self._scores = scores
-        self._hyper = columns
+        self.scores = scores
+        self.hyper = hyper
+        self._columns = columns
         self._state = state
 
     @property
@@ -388,19 +392,19 @@ class Results:
         Raises:
             ValueError: All scores are nan or infinitely bad.
         """
-        _check_usable(self._scores, self.mode)
+        _check_usable(self.scores, self.mode)
         return int(self.order[0])
 
     @property
     def best_score(self) -> float:
         """The score of the best member."""
-        return self._scores[self.best_member].item()
+        return self.scores[self.best_member].item()
 
     @property
     def best_hyper(self) -> dict[str, float]:
         """The hyperparameters of the best member."""
         member = self.best_member
-        return {name: column[member].item() for name, column in self._hyper.items()}
+        return {name: column[member].item() for name, column in self._columns.items()}
 
     def __len__(self) -> int:
         """Return the number of members."""
@@ -411,7 +415,7 @@ class Results:
 
         Its keys are `member`, `score` and the names of the hyperparameters; with a state also `waited` and `active`.
         """
-        columns = {"member": torch.arange(len(self)), "score": self._scores, **self._hyper, **self._state}
+        columns = {"member": torch.arange(len(self)), "score": self.scores, **self._columns, **self._state}
         values = {name: column.tolist() for name, column in columns.items()}
         return [{name: column[member] for name, column in values.items()} for member in self.order.tolist()]
 

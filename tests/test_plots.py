@@ -195,3 +195,21 @@ def test_members_of_a_run_that_change(tmp_path):
 
     with pytest.raises(ValueError, match=r"(?s)'loss' has another number of members.*\[1, 2\]"):
         plots.training_curve(manager)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_table_of_results_is_the_table_of_their_parts(mode):
+    """The mode of the results decides which member is the first."""
+    hyper = sweep.grid(lr=[0.5, 0.25, 0.125])
+    scores = torch.randn(3)
+
+    found = plots.sweep_table(sweep.Results(hyper, scores, mode=mode), ax=new_axes())
+
+    wanted = plots.sweep_table(hyper, scores, mode=mode, ax=new_axes())
+    assert [text.get_text() for text in found.texts] == [text.get_text() for text in wanted.texts]
+
+
+def test_hyperparameters_without_scores_are_refused():
+    """They have no order."""
+    with pytest.raises(TypeError, match=r"sweep_table: there are no scores\.\n.*hint: .*sweep_table\(hyper, scores\)"):
+        plots.sweep_table(sweep.grid(lr=[0.5]))
