@@ -79,7 +79,7 @@ NEWER := tensordict==0.15.3
 TRL := trl==1.16.0 datasets==5.2.0 pyarrow==26.0.1 dill==0.4.1 multiprocess==0.70.19
 PEFT := peft==0.21.2
 # Rivals of the training steps, in an environment of their own.
-JAX := jax==0.10.2 equinox==0.13.8 optax==0.2.8
+JAX := jax==0.10.2 equinox==0.13.8 flax==0.12.8 optax==0.2.8
 
 # Models of torch.nn and transformers, next to loops over them, and the tables of docs/models.md: ten minutes.
 # `make models ARGS="--rows torch.nn --third 0"` runs some of them.

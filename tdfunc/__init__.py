@@ -3,7 +3,7 @@
 import importlib
 import typing
 
-from tdfunc import averaging, calibration, distributed, lora, metrics, optim, random, sweep, weights
+from tdfunc import averaging, calibration, distributed, lora, metrics, optim, plots, random, sweep, weights
 from tdfunc._jit import jit
 from tdfunc._lazystack import LazyStack, lazy_stack, pad_sequence
 from tdfunc._tensorclass import TensorClass, tensorclass
@@ -43,6 +43,7 @@ from tdfunc.ops.batch.lengths import pad_to
 from tdfunc.ops.batch.rearrange import pad
 from tdfunc.ops.edits.structure import combine, in_dims, partition
 from tdfunc.ops.interop import collate, scalars
+from tdfunc.ops.jax import from_jax, to_jax
 from tdfunc.ops.math.compare import assert_close, tree_equal
 from tdfunc.ops.math.vector import ravel
 from tdfunc.parallel.pool import WorkerPool
@@ -97,6 +98,7 @@ __all__ = [
     "cond",
     "distributed",
     "eval_shape",
+    "from_jax",
     "from_module",
     "functional",
     "get_rng_state",
@@ -114,6 +116,7 @@ __all__ = [
     "pad_sequence",
     "pad_to",
     "partition",
+    "plots",
     "random",
     "ravel",
     "save",
@@ -125,6 +128,7 @@ __all__ = [
     "stack_modules",
     "sweep",
     "tensorclass",
+    "to_jax",
     "tree_equal",
     "unstack",
     "value_and_grad",

@@ -1,4 +1,4 @@
-"""Models along one run: their average (SWA), a Gaussian around it (SWAG), the last of them (snapshots), `update_bn`.
+"""Models along one run: their averages (EMA, SWA), a Gaussian (SWAG), the last of them (snapshots), `update_bn`.
 
 Each is a pair of pure functions over a state that is a tree: `init(params)` and `update(params, state)`. They take one
 model or a stacked tree, whose members are averaged each by itself, and work under `torch.vmap`, `tdfunc.jit` and
@@ -35,14 +35,16 @@ from tdfunc.ops.base.convert import join_nodes
 from tdfunc.ops.base.foreach import leaves_like
 from tdfunc.ops.base.reading import get, has
 from tdfunc.ops.edits import maps
-from tdfunc.optim.checks import check_dense, check_tree, list_trainable
-from tdfunc.optim.optimizer import Schedule
+from tdfunc.optim.checks import check_dense, check_hyper, check_real, check_tree, list_trainable
+from tdfunc.optim.optimizer import Hyper, Schedule, shown
+from tdfunc.optim.rule import read_value
 from tdfunc.random.draws import KeyLike, key_of
 
 if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
 
 __all__ = [
+    "EMA",
     "SWA",
     "SWAG",
     "Snapshots",
@@ -55,6 +57,72 @@ T = TypeVar("T", bound=TensorCollection)
 _TRACKED = "num_batches_tracked"
 # The buffers of BatchNorm before the first pass.
 _FRESH = {"running_mean": 0, "running_var": 1, _TRACKED: 0}
+
+
+class EMA:
+    """An exponential moving average of any tree along a run: of parameters, of buffers, or of both.
+
+    The state has `mean`, a tree like the one that is averaged, `weight`, the sum of the weights so far, and `count`.
+    `state["mean"]` is the average. Numbers of 16 bits are averaged in float32; integers and bools, such as counters
+    among buffers, come from the last update. `tdfunc.optim.ema` averages the parameters inside of an optimizer.
+
+    Args:
+        decay: The weight of the average so far: a number, a tensor with a value for each member of a stack, or a
+            function of the number of updates so far, such as a schedule.
+        debias: Begin with an empty average, and divide by the sum of the weights so far; otherwise begin with the tree
+            that `init` receives.
+
+    Raises:
+        ValueError: `decay` is not in [0, 1).
+
+    Source:
+        `torch.optim.swa_utils.AveragedModel(use_buffers=True)`, whose first update is a copy: a decay of 0 at count 0;
+        `timm.utils.ModelEmaV3`, which is `debias=False`.
+
+    Examples:
+        >>> ema = EMA(0.5)
+        >>> state = ema.init(TensorDict({"running_mean": torch.zeros(1)}))
+        >>> for value in (1.0, 4.0):
+        ...     state = ema.update(TensorDict({"running_mean": torch.tensor([value])}), state)
+        >>> state["mean", "running_mean"]  # (1 / 4 * 1 + 1 / 2 * 4) / (3 / 4)
+        tensor([3.])
+    """
+
+    def __init__(self, decay: Hyper, *, debias: bool = True) -> None:
+        # Any: a number, a tensor or a schedule.
+        self.decay: Any = check_hyper("EMA", "decay", decay, 0.0, 1.0)
+        self.debias = debias
+
+    def __repr__(self) -> str:
+        return f"EMA(decay={shown(self.decay)}, debias={self.debias})"
+
+    def init(self, tree: TensorCollection) -> "TensorDict":
+        """Return the state before the first update. With `debias` it reads only the shapes of the tree."""
+        _check_params("EMA.init", tree)
+        if self.debias:
+            mean = maps.apply(tree, lambda x: torch.zeros_like(x, dtype=_wide(x)), ())
+        else:
+            mean = maps.apply(tree, lambda x: x.detach().to(_wide(x), copy=True), ())
+        state = _state(tree, {"mean": mean})
+        weight = torch.full_like(state["count"], 0.0 if self.debias else 1.0, dtype=torch.float64)
+        return state._replace({**state._data, "weight": weight})
+
+    def update(self, tree: TensorCollection, state: T, *, active: Tensor | bool = True) -> T:
+        """Return the state with one more tree in the average; arguments and errors as in `SWA.update`."""
+        old = _parts("EMA.update", state, {"mean", "weight"})
+        count = _next_count("EMA.update", old, tree, old["mean"])
+        decay = read_value("EMA", "decay", self.decay, old["count"])
+        weight = old["weight"] * decay + (1 - decay)
+        # While all weights are 0, the mean is the last tree.
+        share = torch.where(weight > 0, (1 - decay) / torch.where(weight > 0, weight, 1.0), 1.0)
+
+        def moved(mean: Tensor, x: Tensor) -> Tensor:
+            if not (mean.is_floating_point() or mean.is_complex()):
+                return x
+            return torch.lerp(mean, x.detach().to(mean.dtype), _along(share, mean))
+
+        mean = old["mean"].apply(moved, tree)
+        return _advance("EMA.update", state, {"count": count, "mean": mean, "weight": weight}, active)
 
 
 class SWA:
@@ -143,6 +211,7 @@ class SWAG:
         """
         _check_params("SWAG.init", params)
         list_trainable("SWAG.init", params)
+        check_real("SWAG.init", params)
         zeros = maps.apply(params, lambda x: torch.zeros_like(x, dtype=_wide(x)), ())
         parts = {"mean": zeros, "variance": cast.clone(zeros, recurse=True)}
         if self.rank:
@@ -517,9 +586,13 @@ def _moved(mean: Tensor, x: Tensor, count: Tensor) -> Tensor:
     """Return the average of `count` values, given the average of the others and the last value."""
     if not (mean.is_floating_point() or mean.is_complex()):
         return x
-    ones = [1] * (mean.dim() - count.dim())
-    divisor = count.reshape((*count.shape, *ones)).to(mean.dtype)
-    return mean + (x.to(mean.dtype) - mean) / divisor
+    return mean + (x.to(mean.dtype) - mean) / _along(count, mean)
+
+
+def _along(value: Tensor, leaf: Tensor) -> Tensor:
+    """Return a number for each member in the dtype of a leaf, as it is broadcast along its other dimensions."""
+    ones = [1] * (leaf.dim() - value.dim())
+    return value.reshape((*value.shape, *ones)).to(leaf.dtype)
 
 
 def _next_count(call: str, state: dict[str, Any], params: TensorCollection, kept: TensorCollection) -> Tensor:

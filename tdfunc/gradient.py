@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import is_compiling
 from tdfunc.core.errors import LeafMismatchError, brief, error
 from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
 from tdfunc.core.types import Kind, Path
 from tdfunc.core.walk import replace
+from tdfunc.modules.checkpoint import recomputing_by_name
 from tdfunc.ops.base.reading import check_dense, entries
 from tdfunc.ops.edits.structure import keep_leaves
 
@@ -117,7 +119,12 @@ def value_and_grad(
         for choice in choices:
             leaves.append([entry.leaf for entry in choice])
         # torch.func returns the gradients first.
-        columns, value = torch.func.grad_and_value(inner, has_aux=has_aux)(leaves)
+        both = torch.func.grad_and_value(inner, has_aux=has_aux)
+        if is_compiling():
+            columns, value = both(leaves)
+        else:
+            with recomputing_by_name():
+                columns, value = both(leaves)
         if has_aux:
             number, tensors = value
             value = (number, aux.join(tensors))

@@ -27,7 +27,7 @@ from tdfunc.metrics import uncertainty
 from tdfunc.modules.extract import split
 from tdfunc.modules.functional import Apply, functional
 from tdfunc.modules.random import seeded
-from tdfunc.parallel.progress import progress_bar
+from tdfunc.storage.progress import progress_bar
 
 with needs("tdfunc.sklearn", "scikit-learn", "tdfunc[demo]"):
     from sklearn.utils import check_random_state

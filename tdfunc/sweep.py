@@ -1,4 +1,4 @@
-"""Sweeps: hyperparameters of many members as a tree, folds and bootstraps, early stopping, and the best members.
+"""Sweeps: hyperparameters of many members as a tree, folds and bootstraps, early stopping, the best members, results.
 
 E is the number of members and N the number of examples. A member of a sweep is one index of stacked trees: parameters,
 optimizer state and hyperparameters have the same index, and a member equals its own separate run.
@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EarlyStopping",
+    "Results",
     "best",
     "bootstrap",
     "elites",
@@ -67,7 +69,7 @@ Values: TypeAlias = "Tensor | Sequence[float] | Sequence[int] | Sequence[bool]"
 Space: TypeAlias = "Callable[[Tensor, int], Tensor] | Tensor | Sequence[Any]"
 # The seconds that a worker without a free block waits before it checks again.
 _LOOK_S = 0.2
-# The number of values of a member in a message.
+# The number of values of a member in a message, and of members in a table.
 _SHOWN = 12
 
 
@@ -203,11 +205,12 @@ def weights_of(indices: Tensor, examples: int) -> Tensor:
     return counts.scatter_add(1, indices, torch.ones_like(indices, dtype=counts.dtype))
 
 
+@dataclass(frozen=True)
 class EarlyStopping:
     """Two pure functions that stop members whose metric does not improve for some time.
 
     `optimizer.update(..., active=state["active"])` does not change members that have stopped. A member that has stopped
-    does not start again.
+    does not start again. `Results(hyper, state)` shows the state as a table.
 
     Args:
         patience: The number of updates without an improvement that stop a member.
@@ -226,15 +229,20 @@ class EarlyStopping:
         ([True, False], [0.800000011920929, 1.0])
     """
 
-    def __init__(self, patience: int, *, min_delta: float = 0.0, mode: Mode = "min") -> None:
-        check_finite("EarlyStopping: min_delta", min_delta)
-        self.patience: int = as_count("EarlyStopping: patience", patience)
-        self.min_delta = min_delta
-        self.sign: int = _sign(mode)
+    patience: int
+    _: KW_ONLY
+    min_delta: float = 0.0
+    mode: Mode = "min"
 
-    def __repr__(self) -> str:
-        mode = "min" if self.sign == 1 else "max"
-        return f"EarlyStopping(patience={self.patience}, min_delta={self.min_delta}, mode={mode!r})"
+    def __post_init__(self) -> None:
+        check_finite("EarlyStopping: min_delta", self.min_delta)
+        object.__setattr__(self, "patience", as_count("EarlyStopping: patience", self.patience))
+        _sign(self.mode)
+
+    @property
+    def sign(self) -> int:
+        """1 if small metrics are good, -1 if large metrics are good."""
+        return _sign(self.mode)
 
     def init(self, members: int, *, device: torch.device | str | None = None) -> "TensorDict":
         """Return the state before the first metric: `best`, `waited`, `improved` and `active`, of shape (E,)."""
@@ -307,27 +315,12 @@ def elites(tree: T, scores: Tensor, members: int, *, mode: Mode = "min") -> T:
         >>> elites(run, torch.tensor([5.0, 1.0, 2.0]), 2)["lr"]
         tensor([0.2000, 0.3000])
     """
-    if scores.dim() != 1 or tree._batch_size[:1] != scores.shape:
-        size = ", ".join(map(str, [*scores.shape, "..."]))
-        raise BatchSizeError(
-            "sweep: the tree does not have a member for each score.",
-            expected=f"batch size [{size}], for scores of one dimension",
-            got=f"batch size {list(tree._batch_size)}, scores of shape {list(scores.shape)}",
-            hint="tree.with_batch_size([E]), if its leaves are stacked.",
-        )
+    _check_scores(tree, scores)
     total = scores.shape[0]
     members = as_count("sweep: members", members)
     if members > total:
         raise error(ValueError, "sweep: members is out of range.", expected=f"1 to {total}", got=members)
-    # The metric of a member that has never improved is infinite in the state of `EarlyStopping`.
-    is_usable = _sign(mode) * scores < math.inf
-    if has_values() and not scores.is_meta and not bool(is_usable.any()):
-        raise error(
-            ValueError,
-            "sweep: none of the scores is a number.",
-            expected="a score that is finite, or infinitely good",
-            got=brief(scores.tolist()),
-        )
+    _check_usable(scores, mode)
     chosen: Any = rank(scores, mode=mode)[:members]
     return tree[chosen]  # pyright: ignore[reportIndexIssue]
 
@@ -341,6 +334,105 @@ def best(tree: T, scores: Tensor, *, mode: Mode = "min") -> T:
         tensor(0.2000)
     """
     return elites(tree, scores, 1, mode=mode)[0]  # pyright: ignore[reportIndexIssue]
+
+
+class Results:
+    """The scores of the members of a sweep beside their hyperparameters, as a table whose first row is the best member.
+
+    Attributes:
+        order: The members from the best to the worst, as `rank` returns them: `run[results.order[:4]]` is a stack.
+
+    Args:
+        hyper: A tree with a number for each member, from `grid` or `random_search`. Other leaves are not shown.
+        scores: A number for each member, or the state of `EarlyStopping`, which adds whether a member is active.
+        mode: `"min"` if small scores are good, `"max"` if large scores are good.
+
+    Raises:
+        BatchSizeError: The tree does not have a member for each score.
+
+    Source:
+        `best_trial`, `best_value` and `best_params` of a study of Optuna.
+
+    Examples:
+        >>> hyper = grid(lr=[0.5, 0.25], weight_decay=[0.0, 0.125])
+        >>> results = Results(hyper, torch.tensor([0.5, 0.75, float("nan"), 0.25]))
+        >>> results
+        Results(4 members, mode='min')
+          member  score    lr  weight_decay
+               3   0.25  0.25         0.125
+               0    0.5   0.5             0
+               1   0.75   0.5         0.125
+               2    nan  0.25             0
+        >>> results.best_member, results.best_score, results.best_hyper
+        (3, 0.25, {'lr': 0.25, 'weight_decay': 0.125})
+    """
+
+    def __init__(self, hyper: TensorCollection, scores: Tensor | TensorCollection, *, mode: Mode = "min") -> None:
+        state: dict[str, Any] = {}
+        if isinstance(scores, TensorCollection):
+            state = {name: scores._data[name] for name in ("waited", "active")}
+            scores = scores._data["best"]
+        assert isinstance(scores, Tensor)
+        _check_scores(hyper, scores)
+        columns = {dotted(path): leaf for path, leaf in iter_leaves(hyper) if leaf.dim() == 1}
+        self.order = rank(scores, mode=mode)
+        self.mode: Mode = mode
+        self._scores = scores
+        self._hyper = columns
+        self._state = state
+
+    @property
+    def best_member(self) -> int:
+        """The number of the best member.
+
+        Raises:
+            ValueError: All scores are nan or infinitely bad.
+        """
+        _check_usable(self._scores, self.mode)
+        return int(self.order[0])
+
+    @property
+    def best_score(self) -> float:
+        """The score of the best member."""
+        return self._scores[self.best_member].item()
+
+    @property
+    def best_hyper(self) -> dict[str, float]:
+        """The hyperparameters of the best member."""
+        member = self.best_member
+        return {name: column[member].item() for name, column in self._hyper.items()}
+
+    def __len__(self) -> int:
+        """Return the number of members."""
+        return len(self.order)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a dict for each member, the best first: `pandas.DataFrame(results.rows())`.
+
+        Its keys are `member`, `score` and the names of the hyperparameters; with a state also `waited` and `active`.
+        """
+        columns = {"member": torch.arange(len(self)), "score": self._scores, **self._hyper, **self._state}
+        values = {name: column.tolist() for name, column in columns.items()}
+        return [{name: column[member] for name, column in values.items()} for member in self.order.tolist()]
+
+    def __repr__(self) -> str:
+        lines = [f"Results({len(self)} members, mode={self.mode!r})"]
+        rows = self.rows()
+        shown = [{name: _cell(value) for name, value in row.items()} for row in rows[:_SHOWN]]
+        if shown:
+            widths = {name: max(len(name), *[len(row[name]) for row in shown]) for name in shown[0]}
+            for row in [{name: name for name in widths}, *shown]:
+                lines.append("  " + "  ".join([row[name].rjust(width) for name, width in widths.items()]))
+        if len(rows) > _SHOWN:
+            lines.append(f"  and {len(rows) - _SHOWN} more")
+        return "\n".join(lines)
+
+
+# Any: a number of any kind.
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
 
 
 def successive_halving(
@@ -638,6 +730,29 @@ def _check_members(call: str, name: str, given: Tensor, shape: torch.Size) -> No
             f"{call}: {name} does not have an entry for each member.",
             expected=f"shape {list(shape)}",
             got=f"shape {list(given.shape)}",
+        )
+
+
+def _check_scores(tree: TensorCollection, scores: Tensor) -> None:
+    if scores.dim() != 1 or tree._batch_size[:1] != scores.shape:
+        size = ", ".join(map(str, [*scores.shape, "..."]))
+        raise BatchSizeError(
+            "sweep: the tree does not have a member for each score.",
+            expected=f"batch size [{size}], for scores of one dimension",
+            got=f"batch size {list(tree._batch_size)}, scores of shape {list(scores.shape)}",
+            hint="tree.with_batch_size([E]), if its leaves are stacked.",
+        )
+
+
+def _check_usable(scores: Tensor, mode: Mode) -> None:
+    # The metric of a member that has never improved is infinite in the state of `EarlyStopping`.
+    is_usable = _sign(mode) * scores < math.inf
+    if has_values() and not scores.is_meta and not bool(is_usable.any()):
+        raise error(
+            ValueError,
+            "sweep: none of the scores is a number.",
+            expected="a score that is finite, or infinitely good",
+            got=brief(scores.tolist()),
         )
 
 

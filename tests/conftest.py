@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+from tdfunc.storage import progress
+
 torch.set_num_threads(1)
 
 # The first call of an operation is slow, so a deadline would only be flaky. Examples are the same in every run of the
@@ -33,6 +35,13 @@ def seed(request):
 def generator(seed):
     """A generator with the test's own seed."""
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def terminal(monkeypatch, capfd):
+    """What is printed, where progress bars find a terminal."""
+    monkeypatch.setattr(progress, "_is_off", lambda tqdm: False)
+    return capfd
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.optim.swa_utils import update_bn as torch_update_bn
 
 import tdfunc as tdf
@@ -18,6 +18,9 @@ from tests.helpers import TiedLM, assert_pure, assert_trees_equal
 from tests.models import Norm, ResNet
 
 RULES = {
+    "ema": averaging.EMA(0.9),
+    "ema biased": averaging.EMA(0.9, debias=False),
+    "ema scheduled": averaging.EMA(tdf.optim.schedules.linear(torch.tensor(0.5), 0.9, 3)),
     "swa": averaging.SWA(),
     "swag": averaging.SWAG(3),
     "diagonal": averaging.SWAG(0),
@@ -66,6 +69,97 @@ def test_swa_is_torchs_averaged_model(seed, steps):
     torch.testing.assert_close(state["mean", "a", "w"], averaged.module.a.weight.detach())
     torch.testing.assert_close(state["mean", "b"], averaged.module.b.detach())
     np.testing.assert_allclose(flat(state["mean"]), np.mean([flat(tree) for tree in trees], 0), atol=1e-12)
+
+
+def train_norm(model, x):
+    """A step of a model with BatchNorm, which changes its parameters and its buffers."""
+    model(x)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param))
+
+
+def test_ema_of_parameters_and_buffers_is_torchs_averaged_model():
+    """Its first update is a copy, which is a decay of 0; the counter of BatchNorm comes from the last update."""
+    model = Norm().double()
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    ema = averaging.EMA(lambda count: 0.9 * (count > 0).double())
+    state = ema.init(tdf.from_module(model))
+    for _ in range(5):
+        train_norm(model, torch.randn(8, 3, dtype=torch.float64))
+        averaged.update_parameters(model)
+        state = ema.update(tdf.from_module(model), state)
+
+    expected = tdf.from_module(averaged.module).detach()
+    for name, buffer in model.named_buffers():
+        if name.endswith("num_batches_tracked"):
+            expected = expected.set(tuple(name.split(".")), buffer)
+    assert_trees_equal(state["mean"], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_ema_without_debias_is_that_of_timm():
+    """`ModelEmaV3` begins with a copy of the model."""
+    model = Norm().double()
+    other = copy.deepcopy(model)
+    ema = averaging.EMA(0.8, debias=False)
+    state = ema.init(tdf.from_module(model))
+    for _ in range(4):
+        train_norm(model, torch.randn(8, 3, dtype=torch.float64))
+        # timm.utils.ModelEmaV3.apply_update_
+        for mean, x in zip(other.state_dict().values(), model.state_dict().values(), strict=True):
+            if mean.is_floating_point():
+                mean.lerp_(x, weight=1.0 - 0.8)
+            else:
+                mean.copy_(x)
+        state = ema.update(tdf.from_module(model), state)
+
+    assert_trees_equal(state["mean"], tdf.from_module(other).detach(), rtol=1e-12, atol=1e-12)
+
+
+@given(seed=st.integers(0, 2**32), decays=st.lists(st.floats(0, 1), min_size=1, max_size=7))
+def test_ema_is_a_weighted_mean(seed, decays):
+    """Model i has the weight (1 - d_i) d_(i+1) ... d_n, divided by their sum."""
+    trees = run_of(seed, len(decays))
+    state = collect(averaging.EMA(lambda count: torch.tensor(decays, dtype=torch.float64)[count]), trees)
+    weights = np.array([(1 - d) * np.prod(decays[i + 1 :]) for i, d in enumerate(decays)])
+    if weights.sum() < 1e-9:
+        weights = np.eye(len(decays))[-1]
+
+    expected = np.average([flat(tree) for tree in trees], 0, weights)
+    np.testing.assert_allclose(flat(state["mean"]), expected, atol=1e-9)
+
+
+@given(seed=st.integers(0, 2**32), decay=st.floats(0, 0.99), steps=st.integers(1, 6))
+def test_ema_of_one_value_is_the_value(seed, decay, steps):
+    """Whatever the decay is, also with a few updates."""
+    [tree] = run_of(seed, 1)
+
+    state = collect(averaging.EMA(decay), [tree] * steps)
+
+    np.testing.assert_allclose(flat(state["mean"]), flat(tree), atol=1e-12)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tdf.jit], ids=["eager", "jit"])
+def test_each_member_has_its_own_decay(wrap):
+    """As a run of its own."""
+    trees, decays = run_of(0, 5, (3,)), torch.tensor([0.1, 0.5, 0.9])
+    ema = averaging.EMA(decays)
+    state, update = ema.init(trees[0]), wrap(ema.update)
+    for tree in trees:
+        state = update(tree, state)
+
+    alone = [collect(averaging.EMA(float(d)), [tree[i] for tree in trees])["mean"] for i, d in enumerate(decays)]
+    assert_trees_equal(state["mean"], tdf.stack(alone), rtol=1e-6, atol=1e-7)
+
+
+def test_ema_shows_its_decay():
+    """A number as it is, and a schedule as a function."""
+    rules = [averaging.EMA(0.999), averaging.EMA(lambda count: 0.9, debias=False)]
+
+    assert list(map(repr, rules)) == [
+        "EMA(decay=0.999, debias=True)",
+        "EMA(decay=<a function>, debias=False)",
+    ]
 
 
 def by_the_paper(trees, rank):
@@ -305,6 +399,11 @@ STACK = TensorDict({"w": torch.zeros(2, 3)}, [2])
 SNAPSHOTS = averaging.Snapshots(2)
 MESSAGES = [
     (lambda: averaging.update_bn(*NORM, []), ValueError, "`batches` is empty.*used up"),
+    (lambda: averaging.EMA(1.0), ValueError, "EMA: decay is out of range.*< 1.0.*1.0"),
+    (lambda: averaging.EMA(lambda count: torch.ones(3)).update(STACK, averaging.EMA(0.9).init(STACK)),
+     tdf.BatchSizeError, "EMA.update: the schedule of decay does not give one number for each member.*2.*3"),
+    (lambda: averaging.EMA(torch.ones(3) / 2).update(STACK, averaging.EMA(0.9).init(STACK)),
+     tdf.BatchSizeError, "EMA.update: decay does not have one value for each member.*2.*3"),
     (lambda: averaging.SWAG(1), ValueError, "rank must be 0, or at least 2.*1"),
     (lambda: averaging.SWAG().init(TensorDict({"n": torch.ones(2).long()})), tdf.LeafMismatchError, "SWAG.init.*'n'"),
     *[(lambda rule=rule: rule.init({}), TypeError, "init: params is not a tree.*dict") for rule in RULES.values()],

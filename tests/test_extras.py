@@ -17,6 +17,9 @@ CALLS = {
     "to_pandas": (lambda: TREE.to_pandas(), "pandas", "pip install pandas"),
     "RayExecutor": (RayExecutor, "ray", r"tdfunc\[ray\]"),
     "load_pretrained": (lambda: load_pretrained("."), "transformers", r"tdfunc\[llm\]"),
+    "sweep_table": (lambda: tdf.plots.sweep_table(TREE, torch.ones(4)), "matplotlib", r"tdfunc\[plot\]"),
+    "from_jax": (lambda: tdf.from_jax({"a": 1}), "jax", r"tdfunc\[jax\]"),
+    "to_jax": (lambda: tdf.to_jax(TREE), "jax", r"tdfunc\[jax\]"),
     "save": (lambda: tdf.save(TREE, "memory://a.safetensors"), "fsspec", r"tdfunc\[remote\]"),
 }
 

@@ -22,7 +22,7 @@ LAYERS = (
     ("modules", "storage parallel distributed"),
     ("_tensordict _tensorclass _lazystack spec",),
     ("_jit control gradient",),
-    ("ensemble optim weights lora mixture metrics sweep calibration averaging sklearn",),
+    ("ensemble optim weights lora mixture metrics sweep plots calibration averaging sklearn",),
     ("nn",),
     ("llm",),
     ("cli demo",),

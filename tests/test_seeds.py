@@ -4,6 +4,7 @@ One test for each block or claim, in the immutable spelling. Typed trees, langua
 and processes that send trees to each other have their own tests.
 """
 
+import inspect
 from concurrent.futures import Future
 
 import pytest
@@ -363,7 +364,29 @@ def test_the_ways_to_write_a_folder_are_one(write, tmp_path):
         getattr(keys_tree(), write)(tmp_path / "td", existsok=False)
 
 
-@pytest.mark.parametrize("write", ["memmap", "save", "memmap_", "memmap_like"])
+@pytest.mark.parametrize("write", ["memmap", "save", "dumps"])
+def test_without_a_folder_the_files_have_no_name(write, tmp_path, monkeypatch):
+    """`save()`, `dumps()` and `memmap()` put the tree on files that are deleted with it."""
+    monkeypatch.chdir(tmp_path)
+
+    written = getattr(keys_tree(), write)()
+
+    assert written.is_memmap()
+    assert (written == keys_tree()).all()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("write", ["save", "dumps"])
+def test_the_arguments_are_those_of_the_seed(write):
+    """`save` and `dumps` have the arguments of the seed by name, with its defaults."""
+    parameters = inspect.signature(getattr(TensorDict, write)).parameters
+
+    assert {name: parameters[name].default for name in list(parameters)[1:6]} == {
+        "prefix": None, "copy_existing": False, "num_threads": 0, "return_early": False, "share_non_tensor": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("write", ["memmap", "save", "dumps", "memmap_", "memmap_like"])
 def test_return_early_gives_a_future(write, tmp_path):
     """A write in the background returns a future of the tree."""
     future = getattr(keys_tree(), write)(tmp_path / "td", num_threads=2, return_early=True)
@@ -467,14 +490,14 @@ def process_data(data):
 
 
 @pytest.mark.slow
-def test_map_over_processes(capfd):
+def test_map_over_processes(terminal):
     """Four workers map rows one at a time, in order, with a progress bar when it is asked for."""
     data = TensorDict({"images": torch.rand(12, 4, 3), "labels": torch.arange(12)}, [12])
     done = data.map(process_data, num_workers=4, chunksize=0, pbar=True)
 
     assert torch.equal(done["images"], data["images"].flip(-2))
     assert torch.equal(done["labels"], data["labels"] // 10)
-    assert "12/12" in capfd.readouterr().err
+    assert "12/12" in terminal.readouterr().err
 
 
 def preprocess(data):

@@ -330,11 +330,11 @@ def test_messages(cls, options, pattern):
         cls(**{**SMALL, **options}).fit(X, Y, sample_weight=np.arange(150) == 3)
 
 
-def test_progress_is_shown(capfd):
+def test_progress_is_shown(terminal):
     """`progress=True` counts epochs."""
     EnsembleClassifier(**SMALL, progress=True).fit(X, Y)
 
-    assert "10/10" in capfd.readouterr().err
+    assert "10/10" in terminal.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,58 @@ def test_the_repr_of_early_stopping_has_its_options():
     assert repr(stopping) == "EarlyStopping(patience=3, min_delta=0.1, mode='max')"
 
 
+def test_early_stopping_is_a_value():
+    """Two with the same options are equal, and have one hash."""
+    assert len({sweep.EarlyStopping(3, mode="max"), sweep.EarlyStopping(3, mode="max"), sweep.EarlyStopping(3)}) == 2
+
+
+@given(scores=SCORES, mode=MODES)
+def test_results_are_the_sorted_members(scores, mode):
+    """The rows as Python sorts them, each with its own hyperparameters."""
+    hyper = TensorDict({"model": {"lr": torch.arange(len(scores))}}, [len(scores)])
+    sign = 1 if mode == "min" else -1
+    order = sorted(range(len(scores)), key=lambda i: (math.isnan(scores[i]), sign * scores[i], i))
+
+    results = sweep.Results(hyper, torch.tensor(scores, dtype=torch.float64), mode=mode)
+
+    expected = [{"member": i, "score": scores[i], "model.lr": i} for i in order]
+    assert list(map(repr, results.rows())) == list(map(repr, expected))
+    assert results.order.tolist() == order
+    assert len(results) == len(scores)
+
+
+def test_results_name_the_best_member():
+    """By numbers of Python."""
+    hyper = sweep.grid(lr=[0.5, 0.25], width=[16, 32])
+
+    results = sweep.Results(hyper, torch.tensor([3.0, 1.0, 2.0, math.nan]), mode="max")
+
+    assert (results.best_member, results.best_score, results.best_hyper) == (0, 3.0, {"lr": 0.5, "width": 16})
+
+
+def test_results_of_early_stopping_show_who_has_stopped():
+    """With the updates that a member has waited."""
+    stopping = sweep.EarlyStopping(1)
+    state = stopping.init(2)
+    for metric in ([2.0, 0.5], [1.0, 0.75]):
+        state = stopping.update(torch.tensor(metric), state)
+
+    assert repr(sweep.Results(sweep.grid(lr=[0.5, 0.125]), state)).splitlines() == [
+        "Results(2 members, mode='min')",
+        "  member  score     lr  waited  active",
+        "       1    0.5  0.125       1   False",
+        "       0      1    0.5       0    True",
+    ]
+
+
+@pytest.mark.parametrize(("members", "lines"), [(0, 1), (12, 14), (13, 15), (500, 15)])
+def test_results_of_many_members_are_short(members, lines):
+    """The best are shown."""
+    results = sweep.Results(sweep.random_search(0, members, lr=sweep.uniform(0, 1)), torch.rand(members))
+
+    assert len(repr(results).splitlines()) == lines
+
+
 @examples(0.4)
 @given(scores=SCORES, mode=MODES, data=st.data())
 def test_elites_are_the_sorted_members(scores, mode, data):
@@ -301,7 +353,9 @@ MESSAGES = [
         tdf.BatchSizeError,
         r"metric does not have.*\[3\].*\[2\]",
     ),
-    (lambda: sweep.EarlyStopping(0), ValueError, "patience must be at least 1.*0"),
+    (lambda: sweep.Results(TREE, torch.zeros(2)), tdf.BatchSizeError, r"a member for each score.*\[2, ...\].*\[3\]"),
+    (lambda: sweep.Results(TREE, torch.full((3,), math.nan)).best_score, ValueError, "none of the scores is a number"),
+    (lambda: sweep.EarlyStopping(0, mode="min"), ValueError, "patience must be at least 1.*0"),
     (lambda: sweep.successive_halving(TREE, lambda r, _: (r, torch.zeros(3)), 0), ValueError, "rungs must be at.*0"),
     (lambda: sweep.successive_halving(TREE, lambda r, _: (r, r["w"]), 2, factor=0), ValueError, "factor must be.*0"),
     (lambda: sweep.successive_halving(TREE, lambda r, _: (r, torch.zeros(2)), 2), tdf.BatchSizeError, "each score"),
@@ -380,12 +434,12 @@ def test_blocks_of_the_same_run_are_resumed(first, _, tmp_path):
     assert scores.tolist() == [0, 1, 2]
 
 
-def test_progress_of_blocks_is_shown(tmp_path, capfd):
+def test_progress_of_blocks_is_shown(tmp_path, terminal):
     """`progress=True` counts blocks."""
     run = tdf.TensorDict({"w": torch.arange(11.0)}, [11])
     sweep.train_blocks(run, lambda r, _: (r, r["w"]), rungs=1, folder=tmp_path, chunk_size=3, progress=True)
 
-    assert "4/4" in capfd.readouterr().err
+    assert "4/4" in terminal.readouterr().err
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import tempfile
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -79,6 +80,12 @@ CASES = {
     ),
     "one of the experts' parameters": (experts, {"target_modules": [], "target_parameters": ["experts.down_proj"]}),
     "images": (Images, {"target_modules": ["a", "b", "c"], "use_dora": True}),
+    "tokens": (llama, {"target_modules": ATTENTION, "trainable_token_indices": {"embed_tokens": [5, 1, 17]}}),
+    "tokens of the inputs": (llama, {"target_modules": ATTENTION, "trainable_token_indices": [5, 1, 17]}),
+    "tokens, tied": (
+        lambda: llama(tie_word_embeddings=True),
+        {"target_modules": ATTENTION, "trainable_token_indices": [5, 1, 17]},
+    ),
 }
 IDS = torch.randint(32, (3, 7), generator=torch.Generator().manual_seed(1))
 
@@ -199,7 +206,6 @@ def _path(name):
 # Entries that change what PEFT computes, or the base, in a way that is not LoRA's.
 REFUSED = {
     "init_lora_weights": "pissa",
-    "trainable_token_indices": [1],
     "layer_replication": [[0, 2]],
     "alora_invocation_tokens": [1],
     "use_qalora": True,
@@ -242,6 +248,7 @@ def test_each_field_of_peft_is_in_a_table():
 
     fields = {each.name for each in dataclasses.fields(peft.LoraConfig)}
 
+    served |= {name for _, options in CASES.values() for name in options}
     assert fields - served - REFUSED.keys() - WITHOUT_EFFECT.keys() == set()
 
 
@@ -330,3 +337,100 @@ def test_random_choices_give_the_same_function_in_peft(data):
     exact = {"atol": 1e-9, "rtol": 1e-9}
     torch.testing.assert_close(model(SMALL_IDS), wanted, **exact)
     torch.testing.assert_close(again.attach(apply)((params, same), SMALL_IDS), wanted, **exact)
+
+
+# -- several adapters as one -----------------------------------------------------------------------------------
+
+COMBINED = {
+    "llama": (llama, {"target_modules": ATTENTION, "lora_alpha": 3}),
+    "gpt2": (gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    "images": (Images, {"target_modules": ["a", "b", "c"]}),
+    "embedding": (llama, {"target_modules": ["embed_tokens", "q_proj"]}),
+}
+
+
+@pytest.mark.parametrize("combination_type", ["cat", "linear", "svd"])
+@pytest.mark.parametrize("name", COMBINED)
+def test_weighted_adapters_are_those_of_peft(name, combination_type, tmp_path):
+    """Two folders of PEFT, with a negative weight: the outputs are PEFT's own combination."""
+    if name == "images" and combination_type == "svd":
+        pytest.skip("PEFT makes no matrix of the kernels of Conv1d and Conv3d")
+    make, options = COMBINED[name]
+    torch.manual_seed(0)
+    module = make()
+    state = {key: leaf.clone() for key, leaf in module.state_dict().items()}
+    model = peft.get_peft_model(copied(make, state), peft.LoraConfig(r=4, **options), adapter_name="first")
+    model.add_adapter("second", peft.LoraConfig(r=4, **options))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.eval().save_pretrained(tmp_path)
+    apply, params, buffers = tdf.functional(copied(make, state))
+    pairs = [tdf.lora.load(tmp_path / each, params, apply=apply) for each in ("first", "second")]
+
+    lora, tree = tdf.lora.add_weighted(params, pairs, [0.7, -0.4], combination_type=combination_type, apply=apply)
+
+    model.add_weighted_adapter(["first", "second"], [0.7, -0.4], "both", combination_type=combination_type)
+    model.set_adapter("both")
+    found = output(lora.attach(apply), (params, tree), buffers=buffers)
+    torch.testing.assert_close(found, output(model.eval()), atol=1e-4, rtol=1e-3)
+
+
+# -- a vocabulary that was resized -----------------------------------------------------------------------------
+
+WIDE_IDS = torch.randint(35, (3, 7), generator=torch.Generator().manual_seed(2))
+RESIZED = {
+    "layers": {"target_modules": ["q_proj"]},
+    "a table": {"target_modules": ["q_proj", "embed_tokens"]},
+    "both tables": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [32, 33, 5]},
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+}
+
+
+def resized(folder, seed):
+    """A model of a folder with three new tokens, whose rows depend on the seed."""
+    model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+    torch.manual_seed(seed)
+    model.resize_token_embeddings(35)
+    return model
+
+
+@pytest.fixture(params=RESIZED, name="wide")
+def _wide(request, tmp_path):
+    torch.manual_seed(0)
+    llama().save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(resized(tmp_path / "base", 1), peft.LoraConfig(r=4, **RESIZED[request.param]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.eval().save_pretrained(tmp_path / "theirs")
+    return tmp_path, model(WIDE_IDS).logits
+
+
+def test_a_resized_folder_of_peft_loads(wide):
+    """In a fresh model that was resized, with other rows of the new tokens."""
+    folder, expected = wide
+    apply, params, buffers = tdf.functional(resized(folder / "base", 2))
+
+    base = tdf.lora.load_base(folder / "theirs", params)
+    lora, adapters = tdf.lora.load(folder / "theirs", base, apply=apply)
+
+    found = lora.attach(apply)((base, adapters), WIDE_IDS, buffers=buffers).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_peft_loads_a_resized_folder_of_ours(wide):
+    """With the tables of `base=`."""
+    folder, expected = wide
+    model = resized(folder / "base", 2)
+    apply, params, _ = tdf.functional(model)
+    base = tdf.lora.load_base(folder / "theirs", params)
+    lora, adapters = tdf.lora.load(folder / "theirs", base, apply=apply)
+
+    tdf.lora.save(folder / "ours", lora, adapters, apply, base=base)
+
+    fresh = peft.PeftModel.from_pretrained(resized(folder / "base", 3), folder / "ours").eval()
+    torch.testing.assert_close(fresh(WIDE_IDS).logits, expected, atol=1e-5, rtol=1e-4)

@@ -1,9 +1,10 @@
-"""Train, get killed, resume: the same weights, bit for bit, dropout included.
+"""Train, get killed, resume: the same batches, losses and weights, dropout included.
 
-A run is one tree: parameters, optimizer state, and the states of all random generators.
-A CheckpointManager keeps the last steps in a folder. A step appears in it whole or not
+A run is one tree: parameters, optimizer state, and the place in the data. A
+CheckpointManager keeps the last steps in a folder. A step appears in it whole or not
 at all, so a process may be killed at any time. This program trains once without
-interruption, once in a process that it kills with SIGKILL, and compares the results.
+interruption, once in a process that it kills with SIGKILL, and compares the batches,
+the losses and the parameters bit for bit.
 
 Run it with: python resume.py
 """
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 
 import tdfunc as tdf
 
-STEPS = 60
+BATCH_SIZE, EPOCHS = 128, 4
+STEPS = 60  # 15 batches in an epoch; the last has 5 rows
 
 
 def train(folder: Path, pause_s: float = 0.0) -> tdf.TensorDict:
@@ -34,31 +36,47 @@ def train(folder: Path, pause_s: float = 0.0) -> tdf.TensorDict:
     apply, params, _ = tdf.functional(nn.Sequential(*net))
     optimizer = tdf.optim.adam(lr=3e-3)
     state = optimizer.init(params)
-    key = tdf.random.key(1)
+    dropout_key = tdf.random.key(1)
+    place = tdf.random.key(2)  # the start of the first epoch
 
     manager = tdf.CheckpointManager(folder, keep_last=2)
     start, latest = 0, manager.latest()
     if latest is not None:
         run = manager.load()
-        params, state, start = run["params"], run["state"], latest + 1
-        tdf.set_rng_state(run["rng"])
+        params, state, place, start = (
+            run["params"],
+            run["state"],
+            run["place"],
+            latest + 1,
+        )
         print(f"  resumed after step {latest}")
 
     def loss(params: tdf.TensorDict, x: Tensor, y: Tensor, rng: Tensor) -> Tensor:
         return F.cross_entropy(apply(params, x, rng=rng), y)
 
-    for step in range(start, STEPS):
-        rows = torch.randint(len(x), (64,))  # from torch's global generator
-        rng = tdf.random.fold_in(key, step)  # dropout masks of its own for each step
+    order = tdf.random.batches(place, len(x), BATCH_SIZE, epochs=EPOCHS)
+    for step, (rows, place) in enumerate(order, start):
+        rng = tdf.random.fold_in(dropout_key, step)  # other dropout masks in each step
         grads, value = torch.func.grad_and_value(loss)(params, x[rows], y[rows], rng)
         params, state = optimizer.update(params, grads, state)
+        with open(folder.with_suffix(".log"), "a") as log:
+            log.write(f"{step} {value.item().hex()} {rows.tolist()}\n")
 
-        # The global generators of torch, numpy and Python; the keys need no state.
-        run = {"params": params, "state": state, "rng": tdf.get_rng_state()}
+        # The place of the next batch is saved with the parameters; keys need no state.
+        run = {"params": params, "state": state, "place": place}
         manager.save(step, run, metadata={"loss": value.item()})
         time.sleep(pause_s)
 
     return params
+
+
+def read_log(folder: Path) -> dict[str, str]:
+    """Return the loss and the rows of each step; of a step that was repeated, both times must agree."""
+    lines: dict[str, str] = {}
+    for line in folder.with_suffix(".log").read_text().splitlines():
+        step, rest = line.split(maxsplit=1)
+        assert lines.setdefault(step, rest) == rest
+    return lines
 
 
 def main(folder: Path) -> None:
@@ -80,7 +98,8 @@ def main(folder: Path) -> None:
 
     resumed = train(folder / "killed")
     assert (resumed == whole).all()
-    print("the resumed run has the same parameters, bit for bit")
+    assert read_log(folder / "killed") == read_log(folder / "whole")
+    print("the resumed run has the same batches, losses and parameters, bit for bit")
 
     # A step that was being saved is invisible, and goes with the next save.
     assert manager.steps() == [STEPS - 2, STEPS - 1]

@@ -12,6 +12,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.keys import FilterLike, dotted
 from tdfunc.core.types import Path
 from tdfunc.ops.display.text import count_text
+from tdfunc.storage.tree.objects import PlainObject
 
 EQUAL = 0
 DIFFERENT = 1
@@ -165,14 +166,15 @@ def _node_facts(node: TensorCollection) -> dict[str, Any]:
     names = None
     if node._names is not None:
         names = list(node._names)
-    stack_dim = None
+    own = None
     if node._static is not None:
-        stack_dim = node._static.own
+        own = node._static.own
+    what = "description" if isinstance(node, PlainObject) else "stack dimension"
     return {
         "batch size": list(node._batch_size),
         "names": names,
         "class": type(node).__qualname__,
-        "stack dimension": stack_dim,
+        what: own,
         "keys": list(node._data),
     }
 

@@ -140,11 +140,21 @@ def _steps_table(source: Source) -> Table:
 
 def _kind(one: Stored, codes: Codes) -> str:
     if id(one.leaf) in codes:
-        return safe(str(codes[id(one.leaf)]))
+        scaled = codes[id(one.leaf)]
+        return safe(f"{scaled}{_scope(one, scaled)}")
     kind = kind_text(one.kind) or ("non-tensor" if one.is_value else "tensor")
     if one.leaf.requires_grad:
         return f"{kind}, requires grad"
     return kind
+
+
+def _scope(one: Stored, scaled: Scaled) -> str:
+    """Return the codes that share a scale, as text; nothing if it is not known."""
+    if scaled.blocks is None:
+        return ""
+    if scaled.blocks == tuple([max(1, size) for size in one.leaf.shape]):
+        return " for the tensor"
+    return f" for blocks of {' x '.join(map(str, scaled.blocks))}"
 
 
 def _value_text(value: Any) -> str:
@@ -238,6 +248,7 @@ def _leaf_entry(one: Stored, stats: AllStats, codes: Codes) -> dict[str, Any]:
     if id(one.leaf) in codes:
         entry["layout"] = codes[id(one.leaf)].layout
         entry["scaled_by"] = codes[id(one.leaf)].companions
+        entry["scale_blocks"] = codes[id(one.leaf)].blocks
     if id(one.leaf) in stats:
         entry["stats"] = stats[id(one.leaf)].summary()
     return entry

@@ -384,7 +384,7 @@ def _walk(tree: TensorCollection) -> Iterator[tuple[Path, TensorCollection, Any]
             if isinstance(value, PlainObject):
                 objects.append((path, value))
         for path, value in objects:
-            yield path, node, NonTensorData(read_object(value))
+            yield path, node, read_object(value)
         stack += reversed(trees)
 
 

@@ -29,8 +29,8 @@ class _Elsewhere:
         return f"<{self.what}>"
 
 
-def read_object(node: PlainObject) -> Any:
-    """Return the plain object of a node, with a text in place of each tensor, array and tree."""
+def read_object(node: PlainObject) -> NonTensorBase:
+    """Return the plain objects of a node, with a text in place of each tensor, array and tree."""
     own = None
     if node._static is not None:
         own = node._static.own
@@ -39,10 +39,12 @@ def read_object(node: PlainObject) -> Any:
         is_tensor = isinstance(part, NonTensorData) and isinstance(part.data, Tensor)
         parts[key] = NonTensorData(_Elsewhere("tensor" if is_tensor else "tree"), Size(()))
     try:
-        return unpack(parts, own, Size(())).data
+        found = unpack(parts, own, node._batch_size)
     except MALFORMED:
         # A file may contain anything there; a copy keeps it as it is.
-        return own
+        return NonTensorData(own)
+    # One object has no batch here: the same is shown for any size.
+    return NonTensorData(found.data) if isinstance(found, NonTensorData) else found
 
 
 def plain(value: NonTensorBase) -> Any:

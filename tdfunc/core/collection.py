@@ -33,7 +33,16 @@ from tdfunc.core.ties import graft, lift, merge, prune, remap
 from tdfunc.core.types import Kind, LeafFn, Names, Node, Path, Ties
 
 if TYPE_CHECKING:
+    from torch.utils.data import Dataset
     from typing_extensions import Self
+
+    class _Rows(Dataset[Any]):
+        """Torch's DataLoader takes any object with a length and items; its annotation names the base of this class."""
+
+        # Trees are added by their leaves, and not to a longer data set.
+        def __add__(self, other: Any, **kwargs: Any) -> "Self": ...  # pyright: ignore[reportIncompatibleMethodOverride]
+else:
+    _Rows = object
 
 T = TypeVar("T", bound="TensorCollection")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -97,7 +106,7 @@ class Slots:
     __slots__ = ("__weakref__", "_batch_size", "_bound", "_cache", "_data", "_device", "_names", "_note", "_static")
 
 
-class TensorCollection(Slots):
+class TensorCollection(Slots, _Rows):
     """An immutable tree of tensors: the common base of `TensorDict`, `TensorClass` and `LazyStack`."""
 
     __slots__ = ()

@@ -253,6 +253,11 @@ class NonTensorStack(NonTensorBase):
         object.__setattr__(new, "_features", features)
         return new
 
+    @classmethod
+    def _of_values(cls, values: Sequence[Any], size: Size) -> "NonTensorStack":
+        """Return the stack of a size whose values are given row by row."""
+        return cls._wrap(_objects(values).reshape(size))
+
     @property
     def shape(self) -> Size:
         return Size(self._array.shape)
@@ -433,7 +438,7 @@ def _objects(values: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 
 def _stack_of(values: list[Any], shape: tuple[int, ...]) -> NonTensorStack:
-    return NonTensorStack._wrap(_objects(values).reshape(shape))
+    return NonTensorStack._of_values(values, Size(shape))
 
 
 class StaticValues(NamedTuple):

@@ -13,7 +13,16 @@ from tdfunc.core.types import Path
 from tdfunc.lora.choice import Choice
 from tdfunc.lora.experts import experts_class
 from tdfunc.lora.layers import Adapted, Setting, layer_class
-from tdfunc.lora.targets import Target, check_leaves, find_targets, layouts_of, make_tree, parts_of
+from tdfunc.lora.targets import (
+    Table,
+    Target,
+    check_leaves,
+    find_tables,
+    find_targets,
+    layouts_of,
+    make_tree,
+    parts_of,
+)
 from tdfunc.modules.extract import from_module
 from tdfunc.modules.functional import Apply, make_apply
 from tdfunc.modules.plan import Plan
@@ -25,7 +34,7 @@ from tdfunc.random.draws import KeyLike, key_of
 
 
 class _Replaced(NamedTuple):
-    """The places of a leaf of the module that is trained whole, and the place of the leaf in its stead."""
+    """The places of a leaf of the module, and the place of the leaf, or of the rows, that replace it."""
 
     places: list[int]
     by: int
@@ -62,8 +71,16 @@ class LoraApply:
                 _adapt_layer(template.get_submodule(dotted(path[:-1])), target, setting, slots)
                 for part in slots:
                     leaf_paths[(*path[:-1], f"{path[-1]}:{part}")] = (*target.path, part)
+        tables = find_tables(lora, entries(from_module(template)))
+        if rows and tables:
+            raise UnsupportedError(
+                "attach: with rows=True no rows of a table can be trained.",
+                got=f"rows of {dotted(tables[0].path)!r}",
+                hint="torch.vmap over rows runs a table for each.",
+            )
         whole_leaves = {entry.paths[0]: entry.leaf for entry in whole}
-        self._plan = Plan(make_tree(adapter_slots | whole_leaves))
+        row_slots = {table.key: _poison(table.shape, table.leaf.dtype, table.key) for table in tables}
+        self._plan = Plan(make_tree(adapter_slots | whole_leaves | row_slots))
         # The places of all leaves: of the module, and then of the adapters.
         base_places = {path: place for place, path in enumerate(apply.paths)}
         adapter_places = {path: place for place, path in enumerate(self._plan.paths, len(base_places))}
@@ -71,6 +88,10 @@ class LoraApply:
         for entry in whole:
             replaced = [base_places[path] for path in entry.paths]
             self._whole.append(_Replaced(replaced, adapter_places[entry.paths[0]]))
+        self._tables: list[tuple[Table, _Replaced]] = []
+        for table in tables:
+            replaced = [base_places[path] for path in table.paths]
+            self._tables.append((table, _Replaced(replaced, adapter_places[table.key])))
         self._inner, _, _ = make_apply(template, from_module(template), originals=apply._originals)
         # The places of the inner function's leaves, in its order.
         places = base_places | adapter_places
@@ -160,6 +181,10 @@ class LoraApply:
         for replaced in self._whole:
             for place in replaced.places:
                 leaves[place] = leaves[replaced.by]
+        for table, replaced in self._tables:
+            changed = table.with_rows(leaves[replaced.places[0]], leaves[replaced.by])
+            for place in replaced.places:
+                leaves[place] = changed
         mode = None
         if rng is not None:
             mode = seeded(key_of(rng), strict=True)
@@ -178,8 +203,12 @@ class LoraApply:
 
 def _slot(shape: Size, target: Target, part: str) -> Poison:
     """Return the poison of a leaf of an adapter; its dtype is not checked."""
-    empty = torch.empty(shape, dtype=target.leaf.dtype, device="meta")
-    return Poison.of(nn.Parameter(empty, requires_grad=False), (*target.path, part))
+    return _poison(shape, target.leaf.dtype, (*target.path, part))
+
+
+def _poison(shape: Size, dtype: torch.dtype, path: Path) -> Poison:
+    empty = torch.empty(shape, dtype=dtype, device="meta")
+    return Poison.of(nn.Parameter(empty, requires_grad=False), path)
 
 
 # Any: poison takes the place of a parameter.

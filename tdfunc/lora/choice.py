@@ -1,5 +1,6 @@
 """The fields of `Lora`, which everything below it reads: the weights with adapters, their ranks, scales and start."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -39,6 +40,7 @@ class Choice:
     dropout: float = 0.0
     start: Literal["kaiming", "pissa", "olora"] = "kaiming"
     whole: "FilterLike | None" = None
+    trainable_token_indices: "dict[FilterLike, Sequence[int]] | None" = None
 
     def __post_init__(self) -> None:
         check_choice("Lora: start", self.start, ("kaiming", "pissa", "olora"))

@@ -20,6 +20,7 @@ from tdfunc.lora.targets import (
     Target,
     check_scale,
     check_single,
+    find_tables,
     find_targets,
     layouts_of,
     make_tree,
@@ -68,6 +69,9 @@ class Lora(Choice):
             `"olora"` take both from the weight, and subtract this start, so that the base does not change.
         whole: The leaves that are trained themselves, such as a new head, norms or biases. Their values in the adapters
             replace the values of the base.
+        trainable_token_indices: The rows of tables that are trained themselves, by filter of the table, such as new
+            tokens: `{"*.embed_tokens.weight": [32000, 32001]}`. The adapters have these rows as `rows`, and they
+            replace the rows of the base. A tied table has one set of rows.
 
     Raises:
         ValueError: A number is out of range.
@@ -169,6 +173,8 @@ def init(
         leaves |= {(*target.path, name): part for name, part in parts.items()}
     for entry in whole:
         leaves[entry.paths[0]] = entry.leaf.detach().clone()
+    for table in find_tables(lora, entries(params)):
+        leaves[table.key] = table.rows_in(table.leaf.detach()).to(dtype or _adapter_dtype(table.leaf))
     return make_tree(leaves)
 
 
@@ -224,6 +230,8 @@ def merge(lora: Lora, params: T, adapters: TensorCollection) -> T:
     new = params
     for path, leaf in whole.items():
         new = set_(new, path, leaf)
+    for table in find_tables(lora, entries(params)):
+        new = set_(new, table.path, table.with_rows(table.leaf, get(adapters, table.key)))
     biases = _Biases(params, found)
     for target, parts in found:
         changed = merged(target.leaf, parts, target.scale)
@@ -246,6 +254,8 @@ def unmerge(lora: Lora, merged: T, adapters: TensorCollection) -> T:
         raise _lost_base("magnitudes of DoRA, which replace its norms")
     if lora.whole is not None:
         raise _lost_base("leaves that were replaced whole")
+    if lora.trainable_token_indices is not None:
+        raise _lost_base("rows of tokens that were replaced")
     found, _ = read_parts(lora, merged, adapters, "unmerge")
     biases = _Biases(merged, found)
     new = merged
@@ -305,6 +315,8 @@ def extract(lora: Lora, base: TensorCollection, tuned: TensorCollection, *, appl
         leaves |= {(*target.path, name): part.to(dtype).contiguous() for name, part in parts.items()}
     for entry in whole:
         leaves[entry.paths[0]] = _twin(tuned, entry.paths, entry.leaf).detach().clone()
+    for table in find_tables(lora, entries(base)):
+        leaves[table.key] = table.rows_in(_twin(tuned, table.paths, table.leaf).detach())
     return make_tree(leaves)
 
 

@@ -9,6 +9,7 @@ import enum
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,8 @@ from tdfunc.ops.edits.edit import set_
 from tdfunc.storage.scales import find_scaled, may_have_codes, refusal
 
 FROZEN = ("A0", "B0")
+# The trained rows of a table.
+ROWS = "rows"
 _EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -151,7 +154,7 @@ def find_targets(
     if lora.whole is not None:
         whole = _chosen(trainable, lora.whole)
     _check_codes(found, [*adapted, *whole])
-    if not adapted and not whole:
+    if not adapted and not whole and not lora.trainable_token_indices:
         raise FilterError("lora: `where` chooses no leaf.", got=repr(lora.where))
     twice = {entry.paths[0] for entry in adapted} & {entry.paths[0] for entry in whole}
     if twice:
@@ -163,6 +166,104 @@ def find_targets(
         for entry, rank, alpha in zip(adapted, ranks, alphas, strict=True)
     ]
     return targets, whole
+
+
+class Table(NamedTuple):
+    """A table of which some rows are trained."""
+
+    # All paths of a tied table; the adapters have the first.
+    paths: tuple[Path, ...]
+    leaf: Tensor
+    indices: tuple[int, ...]
+
+    @property
+    def path(self) -> Path:
+        """The path of the table."""
+        return self.paths[0]
+
+    @property
+    def key(self) -> Path:
+        """The path of the rows in adapters."""
+        return (*self.path, ROWS)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the rows."""
+        return torch.Size((len(self.indices), *self.leaf.shape[1:]))
+
+    def rows_in(self, table: Tensor) -> Tensor:
+        """Return a copy of the rows in a table."""
+        return table[torch.tensor(self.indices, device=table.device)]
+
+    def with_rows(self, table: Tensor, rows: Tensor) -> Tensor:
+        """Return a table in which rows replace the rows of these tokens."""
+        where = torch.tensor(self.indices, device=table.device)
+        return table.index_copy(0, where, rows.to(table.dtype))
+
+
+def find_tables(lora: Choice, found: Sequence[Entry]) -> list[Table]:
+    """Return the tables of which rows are trained.
+
+    Args:
+        lora: The choice.
+        found: The leaves of the base.
+
+    Raises:
+        FilterError: A filter matches no leaf, or a table is also adapted or trained whole.
+        LeafMismatchError: A chosen leaf is not a matrix.
+        ValueError: An index is not the number of a row, or is given twice.
+    """
+    tables: dict[Path, Table] = {}
+    trainable = [entry for entry in found if entry.kind in (None, Kind.PARAMETER)]
+    for where, given in (lora.trainable_token_indices or {}).items():
+        for entry in _chosen(trainable, where):
+            path = entry.paths[0]
+            if path in tables:
+                raise FilterError(f"lora: two filters of `trainable_token_indices` choose {dotted(path)!r}.")
+            tables[path] = _table_of(entry, given)
+    if tables:
+        others: set[Path] = set()
+        for where in (lora.where, lora.whole):
+            if where is not None:
+                others |= {entry.paths[0] for entry in _matching(trainable, where)}
+        twice = others & tables.keys()
+        if twice:
+            raise FilterError(
+                f"lora: `trainable_token_indices` and another filter both choose the leaf {dotted(min(twice))!r}.",
+                expected="rows of a table that has no adapter and is not trained whole",
+                got="`where` or `whole` matches it",
+            )
+    return list(tables.values())
+
+
+def _matching(found: Sequence[Entry], where: FilterLike) -> list[Entry]:
+    """Return the leaves that a filter matches; none if it matches none."""
+    try:
+        return _chosen(found, where)
+    except FilterError:
+        return []
+
+
+def _table_of(entry: Entry, given: Sequence[int]) -> Table:
+    name = dotted(entry.paths[0])
+    leaf = entry.leaf
+    if not isinstance(leaf, Tensor) or leaf.ndim != 2 or not leaf.is_floating_point():
+        raise LeafMismatchError(
+            f"lora: the leaf {name!r} has no rows of tokens.",
+            expected="a table of floating-point numbers with 2 dimensions",
+            got=f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__,
+        )
+    indices = tuple(map(index, given))
+    wrong = [one for one in indices if not 0 <= one < len(leaf)]
+    if wrong or len(set(indices)) < len(indices) or not indices:
+        raise error(
+            ValueError,
+            f"lora: `trainable_token_indices` of {name!r} are not different rows of the table.",
+            expected=f"numbers from 0 to {len(leaf) - 1}, each once",
+            got=wrong[:10] or list(indices[:10]),
+            hint="model.resize_token_embeddings(size) makes rows for new tokens.",
+        )
+    return Table(entry.paths, leaf, indices)
 
 
 # Any: the rank and alpha are as the user gave them.
@@ -358,6 +459,8 @@ def read_parts(
             expected[path] = None if name in ("magnitude", "bias") else shape
             parts[name] = get(adapters, path, None)
         found.append((target, parts))
+    for table in find_tables(lora, entries(params)):
+        expected[table.key] = table.shape
     given = check_leaves(call, expected, adapters)
     return found, {entry.paths[0]: given[entry.paths[0]] for entry in whole}
 

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from tdfunc.core.context import in_functorch, is_compiling, is_fake, is_random, is_recording
 from tdfunc.core.errors import UnsupportedError
 from tdfunc.modules.batching import Batching
+from tdfunc.modules.named import answered_by
 from tdfunc.modules.random import seeded
 
 # Tensors to tensors.
@@ -94,11 +95,26 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stand_in(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
-    """Do as `torch.utils.checkpoint.checkpoint` does, also inside transforms; private copies of modules call this."""
+    """Do as `torch.utils.checkpoint.checkpoint` does, also inside transforms.
+
+    Private copies of modules have it in attributes. Unlike a call by torch's name, it works in compiled transforms.
+    """
     if not in_functorch():
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
     own = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
     return checkpoint(function)(*args, **own)
+
+
+def recomputing_by_name() -> contextlib.AbstractContextManager[None]:
+    """Let this thread's calls of `torch.utils.checkpoint.checkpoint` by its name also work inside transforms."""
+    return answered_by(_answer)
+
+
+def _answer(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if in_functorch():
+        return stand_in(function, *args, **kwargs)
+    with answered_by(None):
+        return torch_checkpoint.checkpoint(function, *args, **kwargs)
 
 
 class Unmarked(TorchFunctionMode):
@@ -500,7 +516,7 @@ class _SecondRun:
             # The operands keep their numbers for another run.
             read[i] = read[i].clone()
         outside = _Outside((*inputs, *read), self.old)
-        with self.surroundings.restored(keys), outside:
+        with self.surroundings.restored(keys), recomputing_by_name(), outside:
             results = tree_leaves(self.fn(*args, **kwargs))
         if outside.unserved is not None:
             raise outside.unserved

@@ -31,8 +31,9 @@ from tdfunc.core.shapes import EMPTY
 from tdfunc.core.types import Kind, Path
 from tdfunc.core.walk import replace
 from tdfunc.modules.batching import PACKED, Batching, reads_packed
-from tdfunc.modules.checkpoint import Unmarked
+from tdfunc.modules.checkpoint import Unmarked, recomputing_by_name
 from tdfunc.modules.extract import from_module, split, unwrap
+from tdfunc.modules.lost import Lost
 from tdfunc.modules.plan import Spec, Straight, extra_values
 from tdfunc.modules.poison import Originals, Watch, places_of, weak_weights
 from tdfunc.modules.random import seeded
@@ -93,7 +94,7 @@ class Apply:
         # None until a watched call.
         self._learned: _Learned | None = None
         # Of parameters that forward writes.
-        self._warned = False
+        self._lost = Lost(self._spec.name)
         # Whether a call under a key was watched for other draws: from all generators (True), from foreign ones.
         self._keyed: set[bool] = set()
 
@@ -398,24 +399,18 @@ class Apply:
         self._learned = _Learned(params, buffers, hidden, frozenset(written))
 
     def _warn_of_writes(self, places: set[int], skeleton: Skeleton) -> None:
-        """Warn once if forward wrote parameters among these places: a call returns buffers, but no parameters.
-
-        Embeddings with `max_norm` scale the same rows again in each call, so nothing is lost.
-        """
-        lost = [i for i in sorted(places - skeleton.renormed) if i < self._spec.n_params]
-        if not lost or self._warned:
-            return
-        names = brief([dotted(self.paths[i]) for i in lost])
-        message = (
-            f"apply: forward of {self._spec.name} writes the parameters {names}. "
-            "The call computes with the new values, and the tree keeps its own: the writes are lost."
-        )
-        hint = (
-            "make them buffers (register_buffer) and call apply.with_buffers, which returns them; or compute the new "
-            "weights outside of forward, and put them into the tree."
-        )
-        warn_user(explain(message, hint=hint))
-        self._warned = True
+        """Warn of what forward wrote and no call returns: parameters among these places, and attributes."""
+        written = [i for i in sorted(places) if i < self._spec.n_params]
+        scaled = [self.paths[i] for i in written if i in skeleton.renormed]
+        lost = [self.paths[i] for i in written if i not in skeleton.renormed]
+        if lost:
+            self._lost.warn_of_parameters(lost)
+        # In evaluation the same rows are scaled again in each call, so that nothing is lost.
+        if scaled and self.module.training:
+            self._lost.warn_of_scaled_rows(scaled)
+        attributes = skeleton.find_lost()
+        if attributes:
+            self._lost.warn_of_attributes(attributes)
 
     def _with_clones(self, leaves: list[Any], learned: _Learned | None) -> list[Any]:
         """Return the leaves, with clones of those that forward may write: of all before the watched call."""
@@ -434,11 +429,11 @@ class Apply:
     def _forward(self, module: nn.Module, args: Any, kwargs: Any, mode: seeded | None) -> Any:
         if self._hooked and torch.is_grad_enabled() and in_vmap():
             raise _hooks_error(self._hooked)
-        rules = self._rules()
         try:
-            if mode is None and not self._recomputes and rules is None:
-                return module(*args, **kwargs)
-            return self._forward_in_modes(module, args, kwargs, mode, rules)
+            if is_compiling() or not in_functorch():
+                return self._forward_in_modes(module, args, kwargs, mode)
+            with recomputing_by_name():
+                return self._forward_in_modes(module, args, kwargs, mode)
         except RuntimeError as err:
             if _SHARED_STATISTICS not in str(err):
                 raise
@@ -446,9 +441,10 @@ class Apply:
             # Of torch's own class: code that falls back to a loop catches RuntimeError.
             raise error(type(err), f"apply: {str(err).splitlines()[0]}", hint=hint) from err
 
-    def _forward_in_modes(
-        self, module: nn.Module, args: Any, kwargs: Any, mode: seeded | None, rules: Batching | None
-    ) -> Any:
+    def _forward_in_modes(self, module: nn.Module, args: Any, kwargs: Any, mode: seeded | None) -> Any:
+        rules = self._rules()
+        if mode is None and not self._recomputes and rules is None:
+            return module(*args, **kwargs)
         unmarked = nullcontext()
         if self._recomputes and in_functorch():
             unmarked = Unmarked()
@@ -578,7 +574,8 @@ def functional(
 
     No call keeps what forward writes into parameters: the first one that sees such a write warns, and names them. A
     mask that forward multiplies into a weight in place (`weight.data.mul_(mask)`) has no other effect than this
-    warning. An embedding with `max_norm` gives none: it scales the same rows again in each call.
+    warning. The rows of an embedding with `max_norm` are such a write in training mode; in evaluation mode, each call
+    scales the same rows. A call also begins with the same attributes, and warns if forward writes some.
 
     Args:
         module: Any module; one wrapped by `torch.compile` is unwrapped. If `fully_shard` (FSDP2) or

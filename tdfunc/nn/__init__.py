@@ -2,6 +2,7 @@
 
 from tdfunc.nn._batch_ensemble import BatchEnsembleConv2d, BatchEnsembleLinear, EnsembleLinear, TabM, batch_ensemble
 from tdfunc.nn.base import TensorDictModuleBase, dispatch
+from tdfunc.nn.dropout import with_dropout_rates
 from tdfunc.nn.ensemble import EnsembleModule
 from tdfunc.nn.interaction import InteractionType
 from tdfunc.nn.module import TensorDictModule, as_tensordict_module
@@ -25,6 +26,7 @@ __all__ = [
     "as_tensordict_module",
     "batch_ensemble",
     "dispatch",
+    "with_dropout_rates",
 ]
 
 

@@ -7,10 +7,11 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from torch import nn
+from torch.fx import Proxy
 
 from tdfunc._tensordict import TensorDict, TreeMethods
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import MissingKeyError, brief, error
+from tdfunc.core.errors import MissingKeyError, UnsupportedError, brief, error
 from tdfunc.core.keys import unravel
 from tdfunc.core.types import NestedKey
 from tdfunc.nn.reset import reset_module, reset_tree
@@ -78,19 +79,39 @@ class TensorDictModuleBase(nn.Module):
     _source: Sequence[NestedKey] | None = None
     # True if forward takes `interaction_type`.
     _interacts: ClassVar[bool] = False
+    # False if forward depends on values or types that torch.fx hides; in a graph the module is one node.
+    _is_traceable: bool = True
 
     # Around forward and hooks, rather than a hook: torch.compile makes one graph of it.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and its hooks, and keep the selected outputs."""
-        out = super().__call__(*args, **kwargs)
         if args:
             tree = args[0]
         else:
             tree = kwargs.get("tensordict")
+        if isinstance(tree, Proxy):
+            return self._traced(tree, args, kwargs)
+        out = super().__call__(*args, **kwargs)
         # `dispatch` returns selected values.
         if self._source is None or not isinstance(tree, TreeMethods):
             return out
         return self._keep_selected(tree, out)
+
+    # Any: nodes of a graph.
+    def _traced(self, tree: Any, args: Any, kwargs: Any) -> Any:
+        """Return what stands for the result in a graph of torch.fx."""
+        if not self._is_traceable:
+            return as_node(self, tree, args, kwargs)
+        out = super().__call__(*args, **kwargs)
+        return self._selected_in_graph(tree, out)
+
+    def _selected_in_graph(self, tree: Any, out: Any) -> Any:
+        if self._source is None:
+            return out
+        for key in self.out_keys:
+            if key != DISCARDED:
+                tree = tree.set(key, out[key])
+        return tree
 
     @staticmethod
     def is_tdmodule_compatible(module: Any) -> bool:
@@ -250,9 +271,13 @@ def dispatch(
 
     @wraps(fn)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(args, Proxy):
+            return _trace_root(fn, self, args, kwargs)
         first = args[0] if args else kwargs.get("tensordict")
         if isinstance(first, TreeMethods):
             return fn(self, *args, **kwargs)
+        if isinstance(first, Proxy):
+            return _select_at_root(self, first, fn(self, *args, **kwargs))
         in_keys = getattr(self, source) if isinstance(source, str) else source
         if isinstance(first, dict):
             _refuse_entries(self, first, in_keys)
@@ -274,6 +299,39 @@ def dispatch(
         return found
 
     return forward
+
+
+# Any: the arguments of a call.
+def as_node(module: nn.Module, given: Proxy, args: Any, kwargs: Any) -> Proxy:
+    """Return what stands for the result of a module that is one node of the graph of an argument."""
+    path = given.tracer.path_of_module(module)  # pyright: ignore[reportAttributeAccessIssue]
+    return given.tracer.create_proxy("call_module", path, args, kwargs)
+
+
+# Any: a method, and nodes of a graph.
+def _trace_root(fn: Any, module: Any, tree: Any, rest: Any) -> Any:
+    """Return what stands for the result of the module that `torch.fx.symbolic_trace` is given.
+
+    torch (2.13) runs the code of a forward with `*args` or keyword arguments with a node in each of its variables: the
+    tree is in `args`. Further arguments keep their defaults, and the graph does not have them.
+    """
+    if isinstance(rest, Proxy):
+        rest.node.graph.erase_node(rest.node)
+    if not getattr(module, "_is_traceable", True):
+        raise UnsupportedError(
+            f"torch.fx.symbolic_trace: {type(module).__name__} decides by values or types, which a graph hides.",
+            expected="a module whose operations do not depend on the tree",
+            hint="put it into a TensorDictSequential, where it is one node of the graph.",
+        )
+    return _select_at_root(module, tree, fn(module, tree))
+
+
+# Any: nodes of a graph.
+def _select_at_root(module: Any, tree: Any, out: Any) -> Any:
+    """Return a result with the selected outputs of the module that is traced, whose forward torch.fx calls itself."""
+    if isinstance(module, TensorDictModuleBase) and tree.tracer.root is module:
+        return module._selected_in_graph(tree, out)
+    return out
 
 
 def _refuse_entries(module: Any, given: dict[Any, Any], in_keys: Sequence[NestedKey]) -> None:

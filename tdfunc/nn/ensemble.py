@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.utils._pytree import tree_leaves
 
 from tdfunc import random
@@ -16,6 +17,7 @@ from tdfunc.ensemble.call import find_shared, members_of
 from tdfunc.ensemble.ensemble import Ensemble, How
 from tdfunc.modules.extract import from_module, split
 from tdfunc.modules.functional import Apply
+from tdfunc.nn.base import as_node
 from tdfunc.ops.base.reading import entries, iter_items
 
 if TYPE_CHECKING:
@@ -84,6 +86,14 @@ class EnsembleModule(nn.Module):
         if self._ensemble.shared is not None:
             return tree
         return tree.with_batch_size(next(iter(tree_leaves(tree))).shape[:1])
+
+    # Any: arguments and results of forward.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward and its hooks; in a graph of torch.fx the module is one node."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Proxy):
+                return as_node(self, value, args, kwargs)
+        return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, in_dims: Any = None, rng: Any = None, **kwargs: Any) -> Any:
         """Return the members' outputs, stacked along a new first dimension.

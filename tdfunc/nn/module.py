@@ -5,6 +5,7 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch.fx import Proxy
 
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import TreeStructureError, brief
@@ -64,7 +65,7 @@ class TensorDictModule(TensorDictModuleBase):
             tensordict: Any tree, or the arguments themselves.
             **kwargs: Further keyword arguments of the function.
         """
-        if tensordict._is_lazy:
+        if not isinstance(tensordict, Proxy) and tensordict._is_lazy:
             return tensordict._each(lambda tree: self.forward(tree, **kwargs))
         inputs = read_inputs(self, tensordict, self.in_keys)
         if self._keywords is None:
@@ -72,14 +73,12 @@ class TensorDictModule(TensorDictModuleBase):
         else:
             out = self.module(**dict(zip(self._keywords, inputs, strict=True)), **kwargs)
         keys = self.out_keys_source
-        outputs = _outputs_of(out, keys)
-        if len(outputs) != len(keys):
-            raise TreeStructureError(
-                f"{type(self).__name__}: the function returned {len(outputs)} values for {len(keys)} out keys.",
-                expected=f"{len(keys)}: {brief(list(keys))}",
-                got=f"{len(outputs)}: {brief([type(each).__name__ for each in outputs])}",
-                hint='"_" is the key of an output that is thrown away.',
-            )
+        if isinstance(out, Proxy):
+            # The graph finds its kind when it runs. Any: a node that is indexed.
+            values: Any = out.tracer.create_proxy("call_function", outputs_of, (self._get_name(), out, list(keys)), {})
+            outputs: Any = [values[i] for i in range(len(keys))]
+        else:
+            outputs = outputs_of(self._get_name(), out, keys)
         for key, value in zip(keys, outputs, strict=True):
             if key != DISCARDED:
                 tensordict = tensordict.set(key, value)
@@ -138,7 +137,24 @@ def as_tensordict_module(*, in_keys: InKeys, out_keys: Keys) -> Callable[[Callab
     return lambda function: _Decorated(function, in_keys, out_keys)
 
 
-# Any: a function returns what it likes.
+# Any: a function returns what it likes. Graphs of torch.fx call it.
+def outputs_of(name: str, out: Any, keys: Sequence[NestedKey]) -> tuple[Any, ...]:
+    """Return a value for each out key from the result of a function.
+
+    Raises:
+        TreeStructureError: There are more or fewer values; the message has the name of the module's class.
+    """
+    outputs = _outputs_of(out, keys)
+    if len(outputs) != len(keys):
+        raise TreeStructureError(
+            f"{name}: the function returned {len(outputs)} values for {len(keys)} out keys.",
+            expected=f"{len(keys)}: {brief(list(keys))}",
+            got=f"{len(outputs)}: {brief([type(each).__name__ for each in outputs])}",
+            hint='"_" is the key of an output that is thrown away.',
+        )
+    return outputs
+
+
 def _outputs_of(out: Any, keys: Sequence[NestedKey]) -> tuple[Any, ...]:
     """Return the values that a function returned: in a tree or mapping with the keys, in a tuple, or one by itself."""
     if isinstance(out, TensorCollection) and all([has(out, key) for key in keys]):

@@ -43,6 +43,7 @@ class ProbabilisticTensorDictModule(TensorDictModuleBase):
     """
 
     _interacts: ClassVar[bool] = True
+    _is_traceable = False
 
     def __init__(
         self,

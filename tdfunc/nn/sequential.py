@@ -58,6 +58,8 @@ class TensorDictSequential(TensorDictModuleBase):
                     hint="TensorDictModule(function, in_keys, out_keys) gives it keys.",
                 )
         self.partial_tolerant = partial_tolerant
+        # The keys of the tree decide which modules run.
+        self._is_traceable = not partial_tolerant
         read = dict[NestedKey, None]()
         written = dict[NestedKey, None]()
         for part in parts:

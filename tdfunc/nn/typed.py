@@ -58,6 +58,8 @@ class TensorClassModuleBase(nn.Module, Generic[In, Out]):
 class _OnTrees(TensorDictModuleBase):
     """A module of typed trees as a module of trees."""
 
+    _is_traceable = False
+
     def __init__(self, module: TensorClassModuleBase[Any, Any]) -> None:
         super().__init__()
         self.tc_module = module

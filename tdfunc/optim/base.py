@@ -38,8 +38,8 @@ class AbstractOptimizer(ABC):
         It has the batch size of `params`: row i is the state of member i, and members' states stack.
 
         Raises:
-            LeafMismatchError: A leaf is not floating point, or a hyperparameter has more or fewer values than it has
-                members; the message names it.
+            LeafMismatchError: A leaf is not floating point or complex, or a hyperparameter has more or fewer values
+                than it has members; the message names it.
             BatchSizeError: A hyperparameter does not have the batch size of `params`.
             FilterError: A filter, or a leaf in `multi`, has no match.
             UnsupportedError: Members are rows of a lazy stack.
@@ -77,8 +77,8 @@ class AbstractOptimizer(ABC):
 
         Raises:
             TreeStructureError: The trees have different leaves, or the state is another optimizer's.
-            LeafMismatchError: A leaf is not floating point, a gradient or state differs from it in shape or dtype,
-                or a hyperparameter does not fit it; the message names the leaf.
+            LeafMismatchError: A leaf is not floating point or complex, a gradient or state differs from it in shape or
+                dtype, or a hyperparameter does not fit it; the message names the leaf.
             BatchSizeError: `active`, the step count in the state, or the value of a schedule does not have the batch
                 size of `params`.
             TypeError: `active` is not a tensor of bools.

@@ -58,17 +58,29 @@ def check_dense(call: str, tree: TensorCollection) -> None:
 
 
 def list_trainable(name: str, params: TensorCollection) -> Leaves:
-    """Return the leaves of params; each must be a floating-point tensor."""
+    """Return the leaves of params; each must be a floating-point or complex tensor."""
     check_tree(name, "params", params)
     leaves = list_leaves(params)
     for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
             raise LeafMismatchError(
-                f"{name}: the leaf {path_of(params, i)!r} of params is not a floating-point tensor.",
+                f"{name}: the leaf {path_of(params, i)!r} of params is not a floating-point or complex tensor.",
                 got=str(leaf.dtype) if isinstance(leaf, Tensor) else brief(leaf),
                 hint="train a part of the tree: tdfunc.split separates buffers, tdfunc.partition any leaves.",
             )
     return leaves
+
+
+def check_real(name: str, params: TensorCollection) -> None:
+    """Raise if a leaf is complex."""
+    for path, leaf in zip(list_paths(params), list_leaves(params), strict=True):
+        if leaf.is_complex():
+            raise LeafMismatchError(
+                f"{name}: the leaf {dotted(path)!r} of params is complex.",
+                expected="floating-point numbers",
+                got=str(leaf.dtype),
+                hint="adam, sgd and most others train complex leaves; multi gives them to another rule.",
+            )
 
 
 def warn_narrow(name: str, leaves: Leaves) -> None:

@@ -112,6 +112,23 @@ def restore(leaves: Leaves, like: Leaves) -> Leaves:
     return [leaf.to(old.dtype) for leaf, old in zip(leaves, like, strict=True)]
 
 
+def split_complex(leaves: Leaves) -> Leaves:
+    """Return complex leaves as real ones, with a last dimension of real and imaginary parts."""
+    return [torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in leaves]
+
+
+def join_complex(leaves: Leaves, like: Leaves) -> Leaves:
+    """Return leaves as complex ones where others are complex."""
+    joined: Leaves = []
+    for leaf, old in zip(leaves, like, strict=True):
+        if old.is_complex():
+            if leaf.stride(-1) != 1:
+                leaf = leaf.contiguous()
+            leaf = torch.view_as_complex(leaf)
+        joined.append(leaf)
+    return joined
+
+
 def place_alike(leaves: Leaves, like: Leaves) -> Leaves:
     """Return leaves of which DTensors have the placements of others."""
     # No function for each leaf, for speed.

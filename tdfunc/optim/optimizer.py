@@ -22,6 +22,7 @@ from tdfunc.optim.checks import (
     check_dense,
     check_hyper,
     check_members,
+    check_real,
     check_state,
     check_step,
     list_gradients,
@@ -54,6 +55,8 @@ class Optimizer(AbstractOptimizer):
     - a function from the number of steps done so far (an integer tensor) to a float or tensor, of no dimensions or of
       the batch size of the parameters.
 
+    A complex parameter is trained as its real and imaginary part, as in torch.optim.
+
     What the state keeps of 16-bit parameters is of float32. Their own rounding loses small steps, so that `init` warns;
     `masters` keeps them.
 
@@ -68,7 +71,7 @@ class Optimizer(AbstractOptimizer):
     hyper: Mapping[str, float | Tensor | Schedule]
 
     def __repr__(self) -> str:
-        return f"{self.rule.name}({', '.join(f'{name}={_shown(value)}' for name, value in self.hyper.items())})"
+        return f"{self.rule.name}({', '.join(f'{name}={shown(value)}' for name, value in self.hyper.items())})"
 
     def init(self, params: TensorCollection) -> "TensorDict":
         """Return the state before the first step; see `AbstractOptimizer.init`."""
@@ -77,6 +80,8 @@ class Optimizer(AbstractOptimizer):
         size = params._batch_size
         check_dense(f"{rule.name}.init", params)
         warn_narrow(rule.name, leaves)
+        if rule.only_real:
+            check_real(rule.name, params)
         if rule.check is not None:
             rule.check(params, leaves)
         device = None
@@ -112,7 +117,11 @@ class Optimizer(AbstractOptimizer):
             rows = spread(value, zeros)
         else:
             rows = [value] * len(leaves)
-        return [zero + row for zero, row in zip(zeros, rows, strict=True)]
+        filled: Leaves = []
+        for zero, row in zip(zeros, rows, strict=True):
+            # A complex number is two real ones.
+            filled.append(zero + (row * (1 + 1j) if zero.is_complex() else row))
+        return filled
 
     def _step(self, params: T, grads: TensorCollection, state: "TensorDict", how: How) -> "tuple[T, TensorDict]":
         rule = self.rule
@@ -167,7 +176,8 @@ def make_optimizer(rule: Rule, hyper: Mapping[str, Hyper], **limits: tuple[float
     return Optimizer(rule, checked)
 
 
-def _shown(value: float | Tensor | Schedule) -> str:
+def shown(value: float | Tensor | Schedule) -> str:
+    """Return a hyperparameter for a repr."""
     if isinstance(value, Tensor):
         if value.dim():
             return f"tensor of shape {list(value.shape)}"

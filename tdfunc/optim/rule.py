@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from tdfunc._jit.recording.tracing import recorder
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import in_functorch, is_compiling
+from tdfunc.core.errors import BatchSizeError
 from tdfunc.optim.checks import check_scheduled
 from tdfunc.optim.lists import Coefficient, Leaves, Lists
 
@@ -48,6 +52,7 @@ class Rule:
         layout: The layout of gradients, if it differs from the layout of the parameters.
         check: A function that raises if the rule does not take such parameters.
         decoupled: True if weight decay shrinks the parameters.
+        only_real: True if the rule does not take complex parameters.
         upgrade: A function that returns the state of an older version as a state of this one.
     """
 
@@ -61,6 +66,7 @@ class Rule:
     layout: torch.layout | None = None
     check: Callable[[TensorCollection, Leaves], None] | None = None
     decoupled: bool = False
+    only_real: bool = False
     # Any: a state that is not checked yet.
     upgrade: Callable[[Any], Any] | None = None
 
@@ -102,3 +108,48 @@ def read_values(
             else:
                 values[name] = float(value)
     return values
+
+
+# Any: schedules, floats and tensors.
+def read_value(rule: str, name: str, value: Any, count: Tensor) -> Coefficient:
+    """Return one number of a wrapper at this step: a float, or a float64 tensor that is one number or like `count`.
+
+    Where a trace cannot record the schedule, each replay calls it.
+    """
+    if isinstance(value, Tensor):
+        if value.dim() and value.shape != count.shape:
+            raise BatchSizeError(
+                f"{rule}.update: {name} does not have one value for each member.",
+                expected=f"a number or shape {list(count.shape)}, the batch size of params",
+                got=f"shape {list(value.shape)}",
+                hint="params.with_batch_size([members]), if the leaves are stacked and the tree has no batch size.",
+            )
+        schedule = partial(_constant, value)
+    elif callable(value):
+        schedule = value
+    else:
+        return float(value)
+    trace = None
+    if not is_compiling() and not in_functorch():
+        trace = recorder()
+    if trace is None:
+        return check_scheduled(rule, name, schedule(count), count.shape)
+
+    def record() -> Any:
+        value = schedule(count)
+        # A copy is refused of a tensor from outside of the trace, which the schedule may return as it is.
+        return value.clone() if isinstance(value, Tensor) else None
+
+    recorded = trace.attempt(record)
+    if recorded is not None:
+        return check_scheduled(rule, name, recorded, count.shape)
+
+    def read(reads: Leaves) -> Leaves:
+        found = check_scheduled(rule, name, schedule(reads[0]), reads[0].shape)
+        return [torch.as_tensor(found, dtype=torch.float64, device=reads[0].device).expand(reads[0].shape)]
+
+    return trace.make(read, lambda: torch.empty(count.shape, dtype=torch.float64, device=count.device), [count])
+
+
+def _constant(value: Tensor, count: Tensor) -> Tensor:
+    return value.to(count.device)

@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from tdfunc.optim.base import How
 from tdfunc.optim.checks import warn_graph
 from tdfunc.optim.execution import carry_graph, select_members, takes_kernels
 from tdfunc.optim.kernel import Layout, Read, Replay, Written, promote, shorten, step_in_place
-from tdfunc.optim.lists import Leaves, Lists, place_alike, restore
+from tdfunc.optim.lists import Leaves, Lists, join_complex, place_alike, restore, split_complex
 from tdfunc.optim.rule import Rule, Slots, Values, Work, number_of_step, read_values
 
 
@@ -40,6 +40,30 @@ class Run:
         self, params: Leaves, grads: Leaves, slots: Slots, scalars: dict[str, Tensor]
     ) -> tuple[Leaves, Slots, dict[str, Tensor]]:
         """Return the leaves of the parameters and of the slots, and the scalars, after the step."""
+        if any([leaf.is_complex() for leaf in params]):
+            return self._step_complex(params, grads, slots, scalars)
+        return self._step_real(params, grads, slots, scalars)
+
+    def _step_complex(
+        self, params: Leaves, grads: Leaves, slots: Slots, scalars: dict[str, Tensor]
+    ) -> tuple[Leaves, Slots, dict[str, Tensor]]:
+        """Step real and imaginary parts as two numbers."""
+        # Memory is not overwritten: the parts are views of it, and results would be views of the arguments.
+        run = replace(self, how=replace(self.how, donate=False))
+        is_followed = is_compiling() or in_functorch() or self._is_followed(params, grads)
+        # Otherwise a view of a parameter would be the result of a step, which is differentiated.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_followed):
+            parts = {slot: split_complex(leaves) for slot, leaves in slots.items()}
+            new, new_parts, new_scalars = run._step_real(split_complex(params), split_complex(grads), parts, scalars)
+            new = join_complex(new, params)
+            new_slots = {slot: join_complex(leaves, slots[slot]) for slot, leaves in new_parts.items()}
+        if not is_followed:
+            _keep_requires_grad(new, params)
+        return new, new_slots, new_scalars
+
+    def _step_real(
+        self, params: Leaves, grads: Leaves, slots: Slots, scalars: dict[str, Tensor]
+    ) -> tuple[Leaves, Slots, dict[str, Tensor]]:
         if is_compiling() or in_functorch():
             return self._step_plain(params, grads, slots, scalars)
         if self._is_followed(params, grads):

@@ -25,9 +25,9 @@ from tdfunc.ops.batch import join
 from tdfunc.parallel.chunks import Job, Modes, Outcome, Plan, make_plan, take, takes_generator, write_result
 from tdfunc.parallel.parcel import Parcel, from_parcel, is_in_file, is_shared_file, to_parcel
 from tdfunc.parallel.pool import count_cpus, end_workers, pool_options, run_chunk, wait_cancelled
-from tdfunc.parallel.progress import progress_bar
 from tdfunc.random.draws import KeyLike, key_of
 from tdfunc.storage.disk.raw import is_wrapped
+from tdfunc.storage.progress import progress_bar
 
 # Chunks that wait or run for each worker: one waits, so that no worker does.
 _AHEAD = 2

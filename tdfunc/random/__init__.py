@@ -8,6 +8,7 @@ twice gives the same numbers twice: `split` it, or `fold_in` a step's number.
 SplitMix64 with a gamma for each key: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
 """
 
+from tdfunc.random.batches import batches
 from tdfunc.random.draws import (
     bernoulli,
     bits,
@@ -27,6 +28,7 @@ from tdfunc.random.draws import (
 )
 
 __all__ = [
+    "batches",
     "bernoulli",
     "bits",
     "categorical",

@@ -70,13 +70,33 @@ class MemmapMethods(TensorCollection):
         task = partial(write.write_folder, "memmap", self, prefix, copy_existing, num_threads, existsok, sync)
         return write.start(task, "memmap", num_threads, return_early, share_non_tensor)
 
-    def save(self, prefix: "PathLike", copy_existing: bool = False, **options: Any) -> Any:
-        """Write the tree to a memmap folder, like `memmap`; `tdfunc.save` writes one safetensors file."""
-        return self.memmap(prefix, copy_existing, **options)
+    def save(
+        self, prefix: "PathLike | None" = None, copy_existing: bool = False, *, num_threads: int = 0,
+        return_early: bool = False, share_non_tensor: bool = False, existsok: bool = True, sync: bool = False,
+    ) -> Any:  # fmt: skip
+        """Write the tree to a memmap folder, like `memmap`; `tdfunc.save` writes one safetensors file.
 
-    def dumps(self, prefix: "PathLike", copy_existing: bool = False, **options: Any) -> Any:
-        """Write the tree to a memmap folder, like `memmap`."""
-        return self.memmap(prefix, copy_existing, **options)
+        The arguments are the arguments of `memmap`: without `prefix` the files have no name and are deleted with the
+        tree.
+
+        Examples:
+            >>> TensorDict({"a": torch.zeros(3)}).save().is_memmap()
+            True
+        """
+        return self.memmap(
+            prefix, copy_existing, num_threads=num_threads, return_early=return_early,
+            share_non_tensor=share_non_tensor, existsok=existsok, sync=sync,
+        )  # fmt: skip
+
+    def dumps(
+        self, prefix: "PathLike | None" = None, copy_existing: bool = False, *, num_threads: int = 0,
+        return_early: bool = False, share_non_tensor: bool = False, existsok: bool = True, sync: bool = False,
+    ) -> Any:  # fmt: skip
+        """Write the tree to a memmap folder, like `save`."""
+        return self.save(
+            prefix, copy_existing, num_threads=num_threads, return_early=return_early,
+            share_non_tensor=share_non_tensor, existsok=existsok, sync=sync,
+        )  # fmt: skip
 
     def memmap_like(
         self, prefix: "PathLike | None" = None, copy_existing: bool = False, *, existsok: bool = True,

@@ -142,3 +142,10 @@ def test_one_element_of_every_dtype(dtype, tmp_path):
 
     assert result.code == 1
     assert [(d["what"], d["differing"], d["elements"]) for d in result.json["differences"]] == [("values", 1, 24)]
+
+
+def test_a_place_of_a_tensor_in_an_object_is_named(tmp_path):
+    """Objects with their tensors at other places differ in their values and leaves, and in no stack dimension."""
+    found = compare(tmp_path, {"o": [torch.ones(2), 1]}, {"o": [1, torch.ones(2)]}, "--json").json["differences"]
+
+    assert [one["what"] for one in found if one["what"] not in ("value", "missing", "added")] == ["description"]

@@ -371,7 +371,7 @@ def test_a_vocabulary_must_be_clear(name, file, old, new, text, tmp_path, spoken
         (LINEAR | {"models": [{"model": 1}]}, r"models\[0\].model must be the path of a model"),
         (LINEAR | TWO | {"chat_template": "chatml"}, "unknown entries: chat_template"),
         (LINEAR | TWO | {"tokenizer": {"source": "union", "tokens": {"x": {}}}}, "unknown entries: tokens"),
-        (LINEAR | {"models": [{"model": {"model": "a", "lora": "b"}}]}, "unknown entries: lora"),
+        (LINEAR | {"models": [{"model": {"model": "a", "lora": "b"}}]}, "b is not a folder with an adapter"),
         (PASS | {"slices": [SLICE | {"residual_weight": 0.5}]}, "unknown entries: residual_weight"),
         (LINEAR | TWO | {"parameters": {"weight": 1, "density": 0.5}}, "does not have these parameters: density"),
         ({"merge_method": "karcher", "parameters": {"weight": 1}} | TWO, "does not have these parameters: weight"),
@@ -396,7 +396,7 @@ def test_a_vocabulary_must_be_clear(name, file, old, new, text, tmp_path, spoken
         (PASS | {"slices": [{"sources": [{"model": "shallow", "layer_range": [0, 1]}]}]}, "number of layers, which"),
         (
             LINEAR | {"models": [{"model": "a"}, {"model": "adapter"}]},
-            r"adapter: this is an adapter[\s\S]*lora.merge",
+            r"adapter: this is an adapter[\s\S]*BASE\+",
         ),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_value_of_any_type_is_read_or_refused_with_a_message(doc, path, kind):
         (WHOLE[0], ("models",), [], "models must be a list"),
         (WHOLE[0], ("models", 0), None, r"models\[0\] must be a mapping"),
         (WHOLE[0], ("models", 1, "model"), None, r"models\[1\] must be a mapping with the entry model"),
-        (WHOLE[0], ("models", 1, "model"), {"model": {"lora": "a"}}, r"unknown entries: lora"),
+        (WHOLE[0], ("models", 1, "model"), {"model": {"lora": "a"}}, r"must be the path of a model"),
         (WHOLE[0], ("merge_method",), [], "merge_method must be a text"),
         (WHOLE[0], ("merge_method",), None, "merge_method is required"),
         (WHOLE[0], ("dtype",), 5, "dtype must be a text"),

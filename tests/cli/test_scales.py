@@ -177,6 +177,28 @@ def test_show_names_the_scale(layout, tmp_path):
     assert "scale in '" in run("show", path).out
 
 
+@pytest.mark.parametrize(
+    ("scale", "text", "blocks"),
+    [
+        (torch.tensor(0.5), "for the tensor", [200, 300]),
+        (torch.ones(200, 1), "for blocks of 1 x 300", [1, 300]),
+        (torch.ones(2, 3), "for blocks of 128 x 128", [128, 128]),
+        (torch.ones(7, 11), "", None),
+    ],
+    ids=["tensor", "rows", "blocks", "unknown"],
+)
+def test_show_names_the_codes_that_share_a_scale(scale, text, blocks, tmp_path):
+    """A scale is for the tensor, for rows or for blocks, as the shapes say."""
+    codes = torch.ones(200, 300).to(torch.float8_e4m3fn)
+    safetensors.torch.save_file({"q.weight": codes, "q.weight_scale": scale}, tmp_path / "m.safetensors")
+
+    printed = run("show", tmp_path / "m.safetensors").out
+    found = {one["name"]: one for one in run("show", tmp_path / "m.safetensors", "--json").json["leaves"]}
+
+    assert f"FP8, scale in 'q.weight_scale' {text}".strip() in printed
+    assert found["q.weight"]["scale_blocks"] == blocks
+
+
 def test_show_lists_the_companions_as_json(tmp_path):
     """All leaves that belong to codes are listed."""
     path, _ = write("tensor", 0, tmp_path)

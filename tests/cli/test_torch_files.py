@@ -4,6 +4,7 @@ import argparse
 import collections
 import enum
 import functools
+import json
 import pathlib
 import re
 import subprocess
@@ -17,6 +18,7 @@ from torch import nn
 from tdfunc import load
 from tdfunc.cli.torch_files import pickles
 from tests.cli.helpers import run
+from tests.storage.trees import same_bytes
 
 
 class Color(enum.Enum):
@@ -291,6 +293,46 @@ def test_shards_of_torch(name, tmp_path):
 
     assert run(name, tmp_path).code == 0
     assert "left out: c: an entry that the index does not name" in run("show", tmp_path).out
+
+
+@pytest.fixture
+def shards_of_bin(tmp_path):
+    """A model in shards, as `save_pretrained(safe_serialization=False)` wrote them: the folder and its state dict."""
+    tied = torch.randn(40, 8, dtype=torch.bfloat16)
+    state = {"embed.weight": tied, "layer.0.q": torch.randn(8, 8), "layer.0.n": torch.tensor(3), "head.weight": tied}
+    homes = {}
+    for number in (1, 2):
+        name = f"pytorch_model-{number:05d}-of-00002.bin"
+        part = dict(list(state.items())[2 * number - 2 : 2 * number])
+        torch.save(part, tmp_path / name)
+        homes |= dict.fromkeys(part, name)
+    index = {"metadata": {"total_size": 1536}, "weight_map": homes}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return tmp_path, state
+
+
+@pytest.mark.parametrize("source", ["", "pytorch_model.bin.index.json"], ids=["folder", "index"])
+@pytest.mark.parametrize(
+    "result", [["o.safetensors"], ["o", "--to", "shards"], ["o", "--to", "memmap"]], ids=["file", "shards", "memmap"]
+)
+def test_shards_of_torch_are_converted(source, result, shards_of_bin):
+    """A folder of `.bin` shards, or its index, becomes a checkpoint of each format with the same bits."""
+    folder, state = shards_of_bin
+    name, *options = result
+
+    assert run("convert", folder / source, folder / name, *options).code == 0
+    found = load(folder / name).state_dict()
+    assert found.keys() == state.keys()
+    assert [key for key in state if not same_bytes(found[key], state[key])] == []
+
+
+def test_shards_of_torch_are_converted_in_place(shards_of_bin):
+    """Shards in the folder of the model itself are what `load` reads from then on; the old ones stay."""
+    folder, state = shards_of_bin
+
+    assert run("convert", folder, folder, "--to", "shards").code == 0
+    assert torch.equal(load(folder)["layer", "0", "q"], state["layer.0.q"])
+    assert len(list(folder.glob("*.bin"))) == 2
 
 
 def test_a_missing_entry_of_a_shard(tmp_path):

@@ -21,6 +21,19 @@ def test_a_response_gets_no_end_token(response):
     assert int(ids[-1]) != tokenizer.eos_token_id
 
 
+@pytest.mark.parametrize("response", ["yes", "the fox jumps", "yes<|im_end|>"])
+def test_a_response_gets_an_end_token_on_request(response):
+    """One, which is trained, also if its text has it already."""
+    tokenizer = make_tokenizer()
+    record = {"prompt": "dog ", "response": response}
+    data = load_tokens(tokenizer, [record], columns=("prompt", "response"), add_eos_token=True)
+
+    batch = data.batch([0])
+
+    trained = batch["input_ids"][0][batch["assistant_masks"][0]].tolist()
+    assert trained.index(tokenizer.eos_token_id) == len(trained) - 1
+
+
 @pytest.mark.parametrize("response", ["yes", "the fox jumps"])
 def test_a_response_keeps_the_end_token_of_its_text(response):
     """As one token, which is trained with the others."""

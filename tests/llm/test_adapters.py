@@ -6,7 +6,18 @@ import pytest
 import torch
 
 import tdfunc as tdf
-from tdfunc.llm import GenerationOptions, Tokens, causal_lm, generate, generate_tokens, logits, score, score_ids
+from tdfunc.llm import (
+    GenerationOptions,
+    Tokens,
+    TransformersWrapper,
+    causal_lm,
+    generate,
+    generate_tokens,
+    logits,
+    losses,
+    score,
+    score_ids,
+)
 from tests.lora.layers import llama, trained
 
 WHERE = {"body": "*_proj.weight", "head": "lm_head.weight", "both": tdf.Filter("*_proj.weight") | "lm_head.weight"}
@@ -119,3 +130,122 @@ def test_another_model_than_a_causal_lm_is_refused(call, given):
 
     with pytest.raises(TypeError, match=rf"(?s){call}: the model is not a CausalLM.*causal_lm\(model\)"):
         CALLS[call](models[given], tdf.from_module(model), td)
+
+
+# -- wrappers ---------------------------------------------------------------------------------------------------
+
+
+def wrapped(generates):
+    """A wrapper of a model, its adapters, and rows of tokens."""
+    torch.manual_seed(0)
+    model = llama(eos_token_id=None)
+    _, params, _ = causal_lm(model)
+    lora = tdf.lora.Lora("*_proj.weight", rank=2)
+    adapters = trained(lora, params, tdf.functional(model)[0])
+    options = {"generate_kwargs": {"max_new_tokens": 4}} if generates else {}
+    wrapper = TransformersWrapper(model, input_mode="tokens", generate=generates, pad_output=True, **options)
+    kind = "prompt" if generates else "full"
+    td = tdf.TensorDict({"tokens": Tokens(**{kind: IDS}, batch_size=[3]), "attention_mask": MASK}, [3])
+    return wrapper, params, lora, adapters, td
+
+
+@pytest.mark.parametrize("generates", [False, True])
+def test_a_wrapper_with_adapters_runs_the_merged_model(generates):
+    """Scores and greedy responses."""
+    wrapper, params, lora, adapters, td = wrapped(generates)
+
+    found = lora.attach(wrapper)(td, params=(params, adapters))
+
+    expected = wrapper(td, params=lora.merge(params, adapters))
+    torch.testing.assert_close(found["log_probs"].full, expected["log_probs"].full, atol=1e-5, rtol=1e-4)
+    assert torch.equal(found["tokens"].full, expected["tokens"].full)
+
+
+def test_a_wrapper_with_adapters_gives_their_logits():
+    """With `logits_only=True`."""
+    wrapper, params, lora, adapters, td = wrapped(False)
+
+    found = lora.attach(wrapper)(td, params=(params, adapters), logits_only=True)["logits"]
+
+    expected = wrapper(td, params=lora.merge(params, adapters), logits_only=True)["logits"]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_of_adapters_pass_a_wrapper():
+    """The wrapper is a function of both trees."""
+    wrapper, params, lora, adapters, td = wrapped(False)
+    run = lora.attach(wrapper)
+
+    found = torch.func.grad(lambda a: run(td, params=(params, a))["log_probs"].full.sum())(adapters)
+
+    def merged(a):
+        return wrapper(td, params=lora.merge(params, a))["log_probs"].full.sum()
+
+    tdf.assert_close(found, torch.func.grad(merged)(adapters), atol=1e-4, rtol=1e-3)
+
+
+def test_a_wrapper_with_adapters_has_further_versions():
+    """Options and copies keep the adapters."""
+    wrapper, params, lora, adapters, td = wrapped(False)
+
+    found = lora.attach(wrapper).get_new_version(pad_model_input=False)(td, params=(params, adapters))
+
+    expected = wrapper(td, params=lora.merge(params, adapters))
+    torch.testing.assert_close(found["log_probs"].full, expected["log_probs"].full, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("given", ["none", "a tree"])
+def test_a_wrapper_with_adapters_names_its_parameters(given):
+    """With the call that works."""
+    wrapper, params, lora, _, td = wrapped(False)
+    options = {"none": {}, "a tree": {"params": params}}[given]
+
+    with pytest.raises(TypeError, match=r"(?s)params are not those.*params=\(params, adapters\)"):
+        lora.attach(wrapper)(td, **options)
+
+
+def test_a_wrapper_without_adapters_refuses_a_pair():
+    """The message says how adapters are attached."""
+    wrapper, params, _, adapters, td = wrapped(False)
+
+    with pytest.raises(TypeError, match=r"(?s)params are not those.*lora.attach\(wrapper\)"):
+        wrapper(td, params=(params, adapters))
+
+
+# -- several adapters of one base -------------------------------------------------------------------------------
+
+
+def policy_loss(run, policy, params, drawn, buffers):
+    """GRPO of one adapter on its own responses."""
+    found = score(run, (params, policy), drawn, buffers=buffers)["log_probs"]
+    old = drawn["log_probs"]
+    return losses.grpo(found.full, losses.advantages.group_normalized(drawn["reward"]), old.mask, old.full).loss
+
+
+def drawn_by(run, params, policy, buffers, seed):
+    """Responses of one adapter to its own prompts, with rewards."""
+    ids = torch.randint(1, 32, (2, 4), generator=torch.Generator().manual_seed(seed))
+    asked = tdf.TensorDict({"tokens": Tokens(prompt=ids, batch_size=[2])}, [2])
+    options = {"max_new_tokens": 4, "temperature": 1.0, "num_return_sequences": 3}
+    drawn = generate(run, (params, policy), asked, key=seed, buffers=buffers, **options)
+    return drawn.set("reward", drawn["tokens"].response.float().mean(-1))
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_a_step_of_grpo_trains_all_adapters_as_each_alone(records):
+    """Mapped over stacked adapters with their own prompts and rewards; recorded by `jit`, too."""
+    torch.manual_seed(0)
+    lm, params, buffers = causal_lm(llama(eos_token_id=None, attn_implementation="eager"))
+    lora = tdf.lora.Lora("*_proj.weight", rank=2)
+    run = lora.attach(lm)
+    policies = tdf.stack([trained(lora, params, lm.apply, seed) for seed in range(3)])
+    drawn = [drawn_by(run, params, policy, buffers, seed) for seed, policy in enumerate(policies)]
+    grad = torch.func.grad(functools.partial(policy_loss, run))
+    many = torch.vmap(grad, (0, None, 0, None))
+    if records:
+        many = tdf.jit(many)
+
+    found = many(policies, params, tdf.pad_sequence(drawn, -1), buffers)
+
+    expected = tdf.stack([grad(policy, params, own, buffers) for policy, own in zip(policies, drawn, strict=True)])
+    tdf.assert_close(found, expected, atol=1e-5, rtol=1e-3)

@@ -273,6 +273,7 @@ ONE_BIAS = under("a", ONES) | under(
 )
 NORM = lambda: tdf.functional(NET)[1]  # noqa: E731
 MAGNITUDES = {"lora_magnitude_vector": torch.ones(3)}
+TOKEN_ROWS = {"1.token_adapter.trainable_tokens_delta": torch.ones(2, 4)}
 DOWN = {"lora_down.weight": ROW, "lora_up.weight": torch.ones(4, 2)}
 SCALED = under("lora_te_0", DOWN | {"dora_scale": torch.ones(4, 1)})
 DOWN_1 = {"lora_down.weight": torch.ones(2, 4), "lora_up.weight": torch.ones(3, 2)}
@@ -392,7 +393,11 @@ ERRORS = {
     "nothing changes": (lambda: load_peft({name: leaf * 0 for name, leaf in GOOD.items()}), ValueError, "change noth"),
     "another method": (lambda: load_peft(GOOD, peft_type="LOHA"), UNSUPPORTED, "LOHA"),
     "an option that is not read": (lambda: load_peft(GOOD, use_qalora=True), UNSUPPORTED, "use_qalora"),
-    "tokens": (lambda: load_peft(GOOD, trainable_token_indices=[1]), UNSUPPORTED, "trainable_token_indices"),
+    "tokens without rows": (lambda: load_peft(GOOD, trainable_token_indices=[1]), MISFIT, "trainable_token_indices"),
+    "rows without tokens": (lambda: load_peft(GOOD | TOKEN_ROWS), MISFIT, "trainable_token_indices"),
+    "other tokens": (lambda: load_peft(GOOD | TOKEN_ROWS, trainable_token_indices=[1]), MISFIT, "got:      1 numbers"),
+    "a token beyond": (lambda: load_peft(GOOD | TOKEN_ROWS, trainable_token_indices=[1, 9]), MISFIT, "too few rows"),
+    "tokens that are no numbers": (lambda: load_peft(GOOD, trainable_token_indices=["a"]), UNSUPPORTED, "numbers of r"),
     "a start in the base": (lambda: load_peft(GOOD, init_lora_weights="pissa"), UNSUPPORTED, "pissa"),
     "one of two tied weights": (lambda: load_peft(under("head", pair(6, 11)), TIED), UNSUPPORTED, "weight are one"),
     "parts of one tied weight": (lambda: load_peft(ONE_BIAS, TIED_LINEAR), UNSUPPORTED, "adapters that differ"),

@@ -10,7 +10,11 @@ import tdfunc as tdf
 from tdfunc.lora import Lora
 from tests.lora.layers import EMBEDDINGS, MODULES, NO_BIAS, Largest, trained
 
-pytestmark = pytest.mark.sample(4)
+# The second: the merged model, in training mode, as its own module.
+pytestmark = [
+    pytest.mark.sample(4),
+    pytest.mark.filterwarnings("ignore:apply. forward of Sequential scales rows:UserWarning"),
+]
 OPTIONS = {
     "plain": {},
     "rslora": {"rslora": True, "alpha": 3.0},

@@ -22,6 +22,8 @@ from tdfunc.modules.skeletons.kept import is_stateless
 from tests.models import make_mlp
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
+# tests/modules/test_lost.py has the warning.
+pytestmark = pytest.mark.filterwarnings("ignore:apply. forward of (Layer|Scribbler) writes the attributes:UserWarning")
 
 
 class Layer(nn.Module):

@@ -44,6 +44,7 @@ class Meeting(nn.Module):
         return self.second(self.last)
 
 
+@pytest.mark.filterwarnings("ignore:apply. forward of Meeting writes the attributes:UserWarning")
 def test_calls_meet_inside_forward():
     """Calls that are all inside forward at once run with their own weights and buffers."""
     model = Meeting()

@@ -38,9 +38,11 @@ MEMBERS, STEPS = 3, 12
 WARM = schedules.linear(0.01, 0.1, 5)
 WRAPPERS = {
     "accumulate": lambda: accumulate(adam(0.1), 3),
+    "accumulate scheduled": lambda: accumulate(adam(0.1), lambda steps: steps + 1),
     "apply_if_finite": lambda: apply_if_finite(adam(0.1), 2),
     "ema": lambda: ema(sgd(0.1, 0.9), 0.9),
     "ema biased": lambda: ema(sgd(0.1, 0.9), 0.9, debias=False),
+    "ema scheduled": lambda: ema(sgd(0.1, 0.9), lambda count: count / (count + 2)),
     "lookahead": lambda: lookahead(adam(0.1), 2),
     "masters": lambda: masters(adam(0.1)),
     "schedule_free": lambda: schedule_free(adamw(WARM, (0.0, 0.99))),

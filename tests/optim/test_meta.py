@@ -83,6 +83,70 @@ def test_meta_gradients_reach_parameters_that_are_leaves(name, generator):
     torch.testing.assert_close([leaf.grad for leaf in leaves], expected, rtol=1e-7, atol=1e-9)
 
 
+def make_tasks(generator):
+    """Return inputs and targets of some tasks, to adapt to and to test on."""
+    draw = lambda *shape: torch.randn(4, 6, *shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    return TensorDict({"x": draw(3), "y": draw(1), "x2": draw(3), "y2": draw(1)}, [4])
+
+
+def error(weight, bias, x, y):
+    """Return the loss of a linear model."""
+    return (torch.tanh(x @ weight) + bias - y).square().mean()
+
+
+def maml_by_hand(weight, bias, tasks, rate, momentum):
+    """Return the outer loss: steps of momentum written out, as `higher` takes them."""
+    total = 0.0
+    for task in tasks:
+        now, moved = [weight, bias], [0.0, 0.0]
+        for _ in range(STEPS):
+            slopes = torch.autograd.grad(error(*now, task["x"], task["y"]), now, create_graph=True)
+            moved = [momentum * old + slope for old, slope in zip(moved, slopes, strict=True)]
+            now = [leaf - rate * step for leaf, step in zip(now, moved, strict=True)]
+        total = total + error(*now, task["x2"], task["y2"])
+    return total
+
+
+def maml(params, tasks, opt):
+    """Return the same by an optimizer, and gradients of `tdf.grad`."""
+
+    def loss(params, x, y):
+        return error(params["weight"], params["bias"], x, y)
+
+    def adapted(params, task):
+        state = opt.init(params)
+        for _ in range(STEPS):
+            params, state = opt.update(params, tdf.grad(loss)(params, task["x"], task["y"]), state)
+        return loss(params, task["x2"], task["y2"])
+
+    return sum(adapted(params, task) for task in tasks)
+
+
+@pytest.mark.parametrize("leaf", [torch.nn.Parameter, lambda x: x.requires_grad_()], ids=["Parameters", "tensors"])
+def test_maml_by_backward_is_that_by_hand(leaf, generator):
+    """`loss.backward()` gives the first parameters the gradients of the steps written out in plain torch."""
+    tasks = make_tasks(generator)
+    start = [torch.randn(3, 1, generator=generator, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
+    weight, bias = [leaf(x.clone()) for x in start]
+    maml(TensorDict({"weight": weight, "bias": bias}), tasks, tdf.optim.sgd(0.1, momentum=0.9)).backward()
+
+    expected = [x.clone().requires_grad_() for x in start]
+    maml_by_hand(*expected, tasks, 0.1, 0.9).backward()
+    torch.testing.assert_close([weight.grad, bias.grad], [x.grad for x in expected], rtol=1e-10, atol=1e-12)
+
+
+def test_a_learned_rate_of_maml_is_that_by_hand(generator):
+    """The rate of the inner steps is trained with the parameters."""
+    tasks = make_tasks(generator)
+    start = [torch.randn(3, 1, generator=generator, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
+    rate = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    maml(TensorDict(dict(zip(("weight", "bias"), start, strict=True))), tasks, tdf.optim.sgd(rate, 0.9)).backward()
+
+    other = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    maml_by_hand(*[x.requires_grad_() for x in start], tasks, other, 0.9).backward()
+    torch.testing.assert_close(rate.grad, other.grad, rtol=1e-10, atol=1e-12)
+
+
 @each_optimizer
 def test_training_by_backward_keeps_no_graph(name, generator):
     """Gradients without a graph, of parameters that require grad, leave leaves: memory does not grow with the steps."""

@@ -274,6 +274,54 @@ def test_muon_of_stacks_of_stacks(generator):
     assert_trees_equal(trained[1, 2], alone(1, 2))
 
 
+def authors_update(grad, momentum, beta=0.95):
+    """`muon_update` of Keller Jordan's code, with the sizes of the matrix."""
+    momentum.lerp_(grad, 1 - beta)
+    update = grad.lerp(momentum, beta)
+    if update.ndim == 4:
+        update = update.reshape(len(update), -1)
+    x = update.bfloat16()
+    if update.size(-2) > update.size(-1):
+        x = x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    if update.size(-2) > update.size(-1):
+        x = x.mT
+    return x.float() * max(1, update.size(-2) / update.size(-1)) ** 0.5
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 3, 3), (32, 2, 1, 3), (5, 7, 1, 1)], ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_muon_of_convolutions_is_that_of_the_authors(shape, layout, generator):
+    """The weight is a matrix with a row for each output; products of bfloat16 are rounded in another order."""
+    param = start = torch.randn(shape, generator=generator).to(memory_format=layout)
+    params, opt = TensorDict({"w": param}), RULES["muon"][0](0.1, 0.01)
+    momentum, state = torch.zeros(shape), opt.init(params)
+    for _ in range(3):
+        grad = torch.randn(shape, generator=generator)
+        params, state = opt.update(params, TensorDict({"w": grad}), state)
+        param = param * (1 - 0.1 * 0.01) - 0.1 * authors_update(grad, momentum).reshape(shape)
+
+    assert (params["w"] - param).norm() < 0.15 * (param - start).norm()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tdf.jit, torch.vmap], ids=["eager", "jit", "vmap"])
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_muon_of_convolutions_is_muon_of_matrices(adjust, wrap, generator):
+    """Also for members."""
+    params, *grads = [TensorDict({"w": torch.randn(3, 8, 2, 1, 3, generator=generator)}, [3]) for _ in range(4)]
+    opt = RULES["muon"][0](0.1, adjust_lr_fn=adjust)
+    flat = [tree.apply(lambda x: x.flatten(2)) for tree in (params, *grads)]
+
+    new, _ = train(wrap(opt.update), opt.init(params), params, grads)
+
+    expected, _ = train(opt.update, opt.init(flat[0]), flat[0], flat[1:])
+    moved = expected["w"] - flat[0]["w"]
+    assert (new["w"].flatten(2) - expected["w"]).norm() < 0.15 * moved.norm()
+
+
 def sparse(generator, members=None):
     """Return a gradient of some rows of a table of 6 x 2, one of them twice."""
     rows = torch.tensor([0, 3, 3, 5]) if members is None else torch.tensor([[0, 0, 1, 2, 2], [1, 1, 5, 0, 4]])

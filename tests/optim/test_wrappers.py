@@ -357,6 +357,60 @@ def test_ema_is_that_of_torch(generator):
     torch.testing.assert_close(opt.eval_params(params, state)["weight"], other.module.weight.detach())
 
 
+def averages(opt, params, grads):
+    """The parameters after each step, and the average after the last one."""
+    state, seen = opt.init(params), []
+    for grad in grads:
+        params, state = opt.update(params, grad, state)
+        seen.append(params)
+    return seen, opt.eval_params(params, state)
+
+
+@given(seed=st.integers(0, 2**32), decays=st.lists(st.floats(0, 1), min_size=1, max_size=6))
+def test_a_schedule_of_ema_gives_a_weighted_mean(seed, decays):
+    """Of the parameters after each step, whose weights have the sum 1; without a weight they are the last ones."""
+    generator = torch.Generator().manual_seed(seed)
+    params = random_tree(generator, torch.float64)
+    grads = [random_tree(generator, torch.float64) for _ in decays]
+    table = torch.tensor(decays, dtype=torch.float64)
+    seen, average = averages(optim.ema(optim.sgd(0.1), lambda count: table[count]), params, grads)
+
+    weights = [(1 - d) * math.prod(decays[i + 1 :]) for i, d in enumerate(decays)]
+    if sum(weights) < 1e-9:
+        return
+    expected = sum([tree * (weight / sum(weights)) for tree, weight in zip(seen, weights, strict=True)])
+    assert_trees_equal(average, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_ema_without_a_weight_so_far_evaluates_the_parameters(generator):
+    """A schedule that begins with a decay of 1 averages nothing."""
+    params = random_tree(generator)
+    seen, average = averages(optim.ema(optim.sgd(0.1), lambda count: 1.0), params, [params] * 2)
+
+    assert_trees_equal(average, seen[-1])
+
+
+def test_a_state_of_ema_of_an_older_version_goes_on(generator):
+    """It has no weight, and one decay gives it."""
+    opt, params = optim.ema(optim.sgd(0.1), 0.9), random_tree(generator)
+    params, state = train(opt.update, opt.init(params), params, [params] * 3)
+
+    old = train(opt.update, state.delete("weight"), params, [params] * 2)
+
+    new = train(opt.update, state, params, [params] * 2)
+    assert_trees_equal(opt.eval_params(*old), opt.eval_params(*new), rtol=1e-6, atol=1e-6)
+
+
+def test_ema_evaluates_a_state_of_an_older_version(generator):
+    """Before its next step."""
+    opt, params = optim.ema(optim.sgd(0.1), 0.9), random_tree(generator)
+    params, state = train(opt.update, opt.init(params), params, [params] * 3)
+
+    average = opt.eval_params(params, state.delete("weight"))
+
+    assert_trees_equal(average, opt.eval_params(params, state), rtol=1e-6, atol=1e-6)
+
+
 def test_ema_inside_of_accumulate_counts_steps(generator):
     """An average inside of `accumulate` counts the steps that are taken."""
     opt, params = optim.accumulate(optim.ema(optim.sgd(0.1), 0.9), 4), random_tree(generator)
@@ -373,6 +427,86 @@ def test_ema_around_accumulate_counts_gradients(generator):
     _, state = train(opt.update, opt.init(params), params, [params] * 8)
 
     assert state["count"].tolist() == [8] * 3
+
+
+def means_of(grads, numbers):
+    """The mean of the first gradients, of the next ones, and so on, by a plain loop; an incomplete one is left out."""
+    grads, means = list(grads), []
+    for number in numbers:
+        if len(grads) < number:
+            break
+        means.append(sum(grads[1:number], grads[0]) / number)
+        grads = grads[number:]
+    return means, grads
+
+
+@given(seed=st.integers(0, 2**32), numbers=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_a_schedule_of_accumulate_counts_steps(seed, numbers):
+    """Step i is by the mean of as many gradients as the schedule says for i steps done."""
+    generator = torch.Generator().manual_seed(seed)
+    params = random_tree(generator, torch.float64)
+    grads = [random_tree(generator, torch.float64) for _ in range(sum(numbers))]
+    table, inner = torch.tensor(numbers + [99]), optim.adam(0.1)
+    opt = optim.accumulate(inner, lambda steps: table[steps])
+
+    new, _ = train(opt.update, opt.init(params), params, grads)
+
+    means, _ = means_of(grads, numbers)
+    assert_trees_equal(new, train(inner.update, inner.init(params), params, means)[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tdf.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("count", [4, 5, 6, 7])
+def test_a_flush_is_a_step_by_the_mean_so_far(count, wrap, generator):
+    """Nothing where there are no gradients: after 4 of them with a step for every 2."""
+    params, inner = random_tree(generator, torch.float64), optim.adam(0.1)
+    grads = [random_tree(generator, torch.float64) for _ in range(count)]
+    opt = optim.accumulate(inner, 4)
+
+    new, _ = wrap(opt.flush)(*train(opt.update, opt.init(params), params, grads))
+
+    means, rest = means_of(grads, [4])
+    means += means_of(rest, [len(rest)])[0] if rest else []
+    assert_trees_equal(new, train(inner.update, inner.init(params), params, means)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_a_flush_leaves_an_empty_state(generator):
+    """The next step is by its own gradients alone."""
+    params, opt = random_tree(generator), optim.accumulate(optim.sgd(0.1), 2)
+    params, state = train(opt.update, opt.init(params), params, [params])
+
+    _, state = opt.flush(params, state)
+
+    assert state["count"].tolist() == [0] * 3
+    assert all(not leaf.any() for leaf in state["sum"].leaves())
+
+
+def test_a_flush_of_some_members(generator):
+    """The others keep their gradients."""
+    params, opt = random_tree(generator), optim.accumulate(optim.sgd(0.1), 2)
+    params, state = train(opt.update, opt.init(params), params, [params])
+
+    new, after = opt.flush(params, state, active=torch.tensor([True, False, True]))
+
+    assert after["count"].tolist() == [0, 1, 0]
+    assert_trees_equal(new[1], params[1])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tdf.jit], ids=["eager", "jit"])
+def test_members_accumulate_by_schedules_of_their_own(wrap, generator):
+    """A schedule may give each member its own number."""
+    params = random_tree(generator, torch.float64)
+    grads = [random_tree(generator, torch.float64) for _ in range(6)]
+    numbers, inner = torch.tensor([1, 2, 3]), optim.adam(0.1)
+    opt = optim.accumulate(inner, lambda steps: numbers)
+
+    new, _ = train(wrap(opt.update), opt.init(params), params, grads)
+
+    alone = []
+    for i, number in enumerate(numbers.tolist()):
+        own = optim.accumulate(inner, number)
+        alone.append(train(own.update, own.init(params[i]), params[i], [grad[i] for grad in grads])[0])
+    assert_trees_equal(new, tdf.stack(alone), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [(), (3,)], ids=["one", "members"])

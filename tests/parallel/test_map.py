@@ -422,11 +422,11 @@ def test_exceptions_of_the_function(executor):
         assert "in fail_at_five" in str(caught.value.__cause__)
 
 
-def test_progress_is_shown(capfd):
+def test_progress_is_shown(terminal):
     """`pbar=True` counts chunks."""
     rows().map(fns.same, num_workers=0, chunksize=5, pbar=True)
 
-    assert "2/2" in capfd.readouterr().err
+    assert "2/2" in terminal.readouterr().err
 
 
 def test_a_function_of_a_file_off_the_path(tmp_path, monkeypatch):

@@ -42,11 +42,12 @@ def read_tree(text, arrays):
     """The tree that `tdfunc.tree` describes."""
     tree = json.loads(text)
     nodes = [{} for _ in tree["nodes"]]
+    sizes = [[]] * len(nodes)
     places, tied = [((), [])] * len(nodes), []
     # A node comes after the one that it is in, so its path and outer batch size are known when it is reached.
     for number, node in enumerate(tree["nodes"]):
         prefix, outer = places[number]
-        size = node.get("size", outer)
+        size = sizes[number] = node.get("size", outer)
         for key, item in zip(node["keys"], node["items"], strict=True):
             path, value = (*prefix, key), None
             if not isinstance(item, dict):
@@ -65,8 +66,15 @@ def read_tree(text, arrays):
     for node, own in zip(tree["nodes"], nodes, strict=True):
         for item, key in zip(node["items"], node["keys"], strict=True):
             if isinstance(item, dict) and tree["nodes"][item.get("tree", 0)].get("class") == "object":
-                own[key] = read_object(tree["nodes"][item["tree"]]["own"], own[key])
+                own[key] = read_objects(tree["nodes"][item["tree"]]["own"], own[key], sizes[item["tree"]])
     return nodes[0]
+
+
+def read_objects(own, parts, size):
+    """The plain object that the own data of a node describe, or one for each element of its batch."""
+    if isinstance(own, dict) and "each" in own:
+        return nest(read_object(own["each"], parts), size)
+    return read_object(own, parts)
 
 
 def read_object(own, parts):
@@ -124,7 +132,7 @@ def read_folder(folder):
         key: _entry(folder, key, item, own["specs"], node.get("size", []))
         for key, item in zip(node["keys"], node["items"], strict=True)
     }
-    return read_object(node["own"], read) if node.get("class") == "object" else read
+    return read_objects(node["own"], read, node.get("size", [])) if node.get("class") == "object" else read
 
 
 def _entry(folder, key, item, specs, size):

@@ -9,6 +9,7 @@ from hypothesis.extra import numpy as arrays
 
 import tdfunc
 from tdfunc import CheckpointManager, NonTensorData, TensorDict, UnsupportedError
+from tests.cli.helpers import run
 from tests.helpers import examples
 
 DTYPES = (
@@ -132,3 +133,105 @@ def test_other_values_are_refused(value, tmp_path):
     with pytest.raises(UnsupportedError, match=r"at x\.0[\s\S]*hint"):
         through_file(value, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+# -- one value for each row -------------------------------------------------------------------------------------
+
+ROWS = {
+    "dates": [np.datetime64("2020-01-01"), np.datetime64("2021-01-01")],
+    "arrays of two sizes": [np.arange(2, dtype=np.int16), np.arange(3.0)],
+    "numbers and texts": [np.float64(0.5), "a"],
+    "dicts": [{"box": np.zeros((2, 4))}, {"box": np.zeros((0, 4)), "n": np.int64(0)}],
+    "tuples": [(1, 2.5), ()],
+    "tensors in dicts": [{"x": torch.ones(2)}, {1: torch.zeros(3)}],
+}
+
+
+def file_of(tree, folder):
+    """The tree that a file gives back."""
+    tdfunc.save(tree, folder / "t.safetensors")
+    return tdfunc.load(folder / "t.safetensors")
+
+
+def shards_of(tree, folder):
+    """The tree that a folder of shards gives back."""
+    tdfunc.save(tree, folder / "t", max_shard_size=16)
+    return tdfunc.load(folder / "t")
+
+
+def memmap_of(tree, folder):
+    """The tree that a memmap folder gives back."""
+    tree.memmap(folder / "m")
+    return TensorDict.load_memmap(folder / "m")
+
+
+def step_of(tree, folder):
+    """The tree that a step gives back, saved in the background."""
+    with CheckpointManager(folder / "run", async_save=True) as manager:
+        manager.save(1, tree)
+    return CheckpointManager(folder / "run").load()
+
+
+def assert_same(a, b):
+    """Check that two objects are of the same types, with the same bytes in arrays and tensors."""
+    assert type(a) is type(b)
+    if isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    elif isinstance(a, dict):
+        assert_same(list(a.items()), list(b.items()))
+    elif isinstance(a, torch.Tensor):
+        assert_same(a.numpy(), b.numpy())
+    elif isinstance(a, (np.ndarray, np.generic)):
+        assert same(a, b)
+    else:
+        assert a == b
+
+
+@pytest.mark.parametrize("way", [file_of, shards_of, memmap_of, step_of], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_one_value_for_each_row_comes_back(rows, way, tmp_path):
+    """Values of numpy, tuples and objects with tensors in the rows of a data set come back as what they were."""
+    tree = TensorDict({"x": torch.arange(2), "note": rows}, [2])
+
+    back = way(tree, tmp_path)
+
+    assert_same(back["note"], rows)
+    assert_same(back[1]["note"], rows[1])
+
+
+def test_a_batch_of_two_dimensions_comes_back(tmp_path):
+    """Values of a batch of several dimensions come back at their places."""
+    days = [[np.datetime64(f"2020-01-{row}{day}") for day in range(1, 4)] for row in range(2)]
+    tree = TensorDict({"day": days}, [2, 3])
+
+    back = file_of(tree, tmp_path)
+
+    assert_same(back["day"], days)
+    assert back._data["day"].shape == (2, 3)
+
+
+def test_an_open_file_gives_the_values(tmp_path):
+    """A handle reads one value for each row."""
+    tdfunc.save(TensorDict({"note": ROWS["dates"]}, [2]), tmp_path / "t.safetensors")
+
+    with tdfunc.open(tmp_path / "t.safetensors") as file:
+        assert_same(file["note"], ROWS["dates"])
+
+
+def test_other_values_of_a_row_are_refused(tmp_path):
+    """An object that cannot be stored is refused with the number of its row."""
+    tree = TensorDict({"note": [np.float64(1), {"a": object()}]}, [2])
+
+    with pytest.raises(UnsupportedError, match=r'leaf "note" cannot be stored[\s\S]*object .* at 1\.a'):
+        tdfunc.save(tree, tmp_path / "t.safetensors")
+
+
+def test_the_shell_shows_one_value_for_each_row(tmp_path):
+    """`show` lists the values of the rows, as it does for texts."""
+    tdfunc.save(TensorDict({"note": ROWS["dates"]}, [2]), tmp_path / "t.safetensors")
+
+    (found,) = run("show", tmp_path / "t.safetensors", "--json").json["values"]
+
+    assert found["per_element"] is True

@@ -138,6 +138,29 @@ def test_extra_state_of_any_kind(round_trip, tmp_path):
     assert_equal(back["_extra_state"], tree["_extra_state"])
 
 
+def test_the_state_of_a_data_loader(tmp_path):
+    """The state of torchdata's `StatefulDataLoader` (0.11) comes back equal, and its generator continues."""
+    generator = torch.Generator().manual_seed(3)
+    sampler = {"sampler_iter_state": {"generator": generator.get_state(), "yielded": 3}, "samples_yielded": 3}
+    main = {"_base_seed": 7108202446872108501, "_num_workers": 1, "_sampler_iter_state": sampler, "_shared_seed": None}
+    worker = {"dataset_state": None, "fetcher_state": None, "worker_id": 0}
+    state = {
+        "_iterator_finished": False,
+        "_snapshot": {
+            "_last_yielded_worker_id": 0, "_main_snapshot": main, "_snapshot_step": 1,
+            "_worker_snapshots": {"worker_0": worker},
+        },
+        "_steps_since_snapshot": 0,
+    }  # fmt: skip
+    back = manager({"loader": state}, tmp_path)["loader"]
+    found = back["_snapshot"]["_main_snapshot"]["_sampler_iter_state"]["sampler_iter_state"]["generator"]
+    again = torch.Generator()
+    again.set_state(found)
+
+    assert_equal(back, state)
+    assert torch.equal(torch.randperm(20, generator=again), torch.randperm(20, generator=generator))
+
+
 OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, 0.1, amsgrad=True),
     "adamw, tensor lr": lambda p: torch.optim.AdamW([{"params": p, "lr": torch.tensor(0.1)}]),

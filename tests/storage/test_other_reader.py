@@ -87,6 +87,7 @@ def everything():
             "named": Named(torch.ones(2), batch_size=[2]),
             "rows": TensorDict({"word": ["a", "b"], "x": torch.ones(2, 3)}, [2], names=["row"]),
             "object": NonTensorData({"state": {0: {"m": torch.ones(2)}}, "betas": (0.9, float("inf"))}),
+            "objects": TensorDict({"box": [(np.ones(2), torch.ones(3)), np.float32(2)]}, [2]),
             "tree in an object": NonTensorData([TensorDict({"x": torch.ones(1)}), None]),
             "data": {"text": "t", "none": NonTensorData(None), "dict": NonTensorData({"a": [1, 2.5]})},
             "shape": torch.ones(1), "device": {"_type": torch.zeros(2)}, "..": torch.ones(1), "a/b %": torch.ones(2),

@@ -3,6 +3,7 @@
 import json
 import struct
 
+import numpy as np
 import torch
 import xxhash
 from hypothesis import strategies as st
@@ -80,6 +81,9 @@ VALUES = st.recursive(
     max_leaves=5,
 )  # fmt: skip
 
+# Of one row; JSON cannot hold them.
+ROWS = st.tuples(VALUES) | st.sampled_from([np.float32(0.5), np.datetime64("2020-01-01"), float("inf")])
+
 
 @st.composite
 def leaves(draw, batch):
@@ -91,7 +95,7 @@ def leaves(draw, batch):
         return NonTensorData(of_dtype("float32", (2,)), batch)
     if what == 2 and batch:
         count = torch.Size(batch).numel()
-        stack = NonTensorStack(*draw(st.lists(VALUES, min_size=count, max_size=count)))
+        stack = NonTensorStack(*draw(st.lists(VALUES | ROWS, min_size=count, max_size=count)))
         return stack.reshape(tuple(batch))
     shape = (*batch, *draw(st.lists(st.integers(0, 3), max_size=2)))
     leaf = of_dtype(draw(st.sampled_from(DTYPES[:-1])), shape)

@@ -10,7 +10,7 @@ import pytest
 
 FOLDER = Path(__file__).parent
 # A file with statements to check -> how many of them an editor marks.
-SAMPLES = {"tensorclass_sample.py": 8, "functions_sample.py": 1}
+SAMPLES = {"tensorclass_sample.py": 8, "functions_sample.py": 1, "guides_sample.py": 2}
 
 
 def check(path):

@@ -3,7 +3,7 @@
 import ast
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from tdfunc.cli.merging import schema
@@ -58,6 +58,22 @@ class Config:
             for one in slices:
                 models += [one.base, *[each.model for each in one.inputs]]
         return list(dict.fromkeys(path for path in models if path is not None))
+
+    def with_models(self, paths: Mapping[str, str]) -> "Config":
+        """Return the configuration with other paths in place of some models."""
+
+        def path_of(model: str | None) -> str | None:
+            return None if model is None else paths.get(model, model)
+
+        modules: dict[str, Sequence[Slice]] = {}
+        for name, slices in self.modules.items():
+            changed: list[Slice] = []
+            for one in slices:
+                inputs = [each._replace(model=paths.get(each.model, each.model)) for each in one.inputs]
+                changed.append(replace(one, inputs=inputs, base=path_of(one.base)))
+            modules[name] = changed
+        tokenizer = self.tokenizer and paths.get(self.tokenizer, self.tokenizer)
+        return replace(self, base=path_of(self.base), modules=modules, tokenizer=tokenizer)
 
     @property
     def filters(self) -> list[str]:
@@ -319,13 +335,14 @@ def _input(doc: Mapping[str, Any]) -> Input:
 
 
 def _model(doc: Any) -> str:
-    """Return the path of a model."""
-    while isinstance(doc, dict):
-        if doc.get("model") is None:
-            doc = doc.get("path")
-        else:
-            doc = doc["model"]
-    return doc
+    """Return the path of a model; with an adapter it is `base+adapter`."""
+    if not isinstance(doc, dict):
+        return doc
+    inner = doc.get("path") if doc.get("model") is None else doc["model"]
+    base = _model(inner)
+    if doc.get("lora") is None:
+        return base
+    return f"{base}+{_model(doc['lora'])}"
 
 
 def setting(value: Any, name: str, depth: float) -> Any:

@@ -17,6 +17,7 @@ from tdfunc import random
 from tdfunc.cli.average import unequal_values
 from tdfunc.cli.convert import Part as Globs
 from tdfunc.cli.convert import Target, check_left_out, find_dtype, make_target, write
+from tdfunc.cli.merging.adapters import is_adapter, with_merged_adapters
 from tdfunc.cli.merging.config import Config
 from tdfunc.cli.merging.entries import note_differences, renumber_tokens
 from tdfunc.cli.merging.layers import relayer
@@ -45,6 +46,7 @@ def merge_files(config: Config, target: Target, *, seed: int = 0, take_first: bo
     out_dtype = _dtype_of(config)
     _refuse_adapters(config.models)
     with ExitStack() as stack:
+        config = with_merged_adapters(config, stack)
         sources = {path: stack.enter_context(open_source(path)) for path in config.models}
         origin = sources[config.models[0]]
         target = make_target(_in_shards(target, origin), origin)
@@ -210,10 +212,10 @@ def _check_values(sources: Sequence[Source]) -> None:
 
 def _refuse_adapters(models: list[str]) -> None:
     for path in models:
-        if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        if is_adapter(path):
             raise UnsupportedError(
                 f"merge {path}: this is an adapter and not a model; its factors cannot be merged one by one.",
-                hint="tdf.lora.load(folder, params) and lora.merge(params, adapters) make a model of it.",
+                hint=f"BASE+{path} is the model BASE with this adapter in its weights.",
             )
 
 

@@ -36,9 +36,9 @@ def whole(value: Any, at: str) -> None:
 
 
 def path(value: Any, at: str) -> None:
-    """Require the path of a model, as a text or as in mergekit, {model: {path: x}}."""
+    """Require the path of a model, as a text or as in mergekit, {model: {path: x}, lora: {path: y}}."""
     if isinstance(value, dict):
-        mapping(model=path, path=text)(value, at)
+        mapping(model=path, path=text, lora=path)(value, at)
         if value.get("model") is None and value.get("path") is None:
             raise refusal(at, "the path of a model", value)
     elif not isinstance(value, str) or not value:

@@ -32,6 +32,7 @@ from tdfunc.llm.messages.message import (
     as_compared,
     as_lists,
     is_message,
+    messages_entry,
     read_messages,
     read_tools,
     show_message,
@@ -122,8 +123,9 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
 
         Args:
             chats: A conversation, or (nested) lists of conversations. A conversation is a list of messages, or a dict
-                `{"messages": [...], "tools": [...]}`; a message is a dict with a role. Tools and calls may be JSON
-                text. Other entries of such a dict are left out with a warning.
+                `{"messages": [...], "tools": [...]}`; a message is a dict with a role. Data sets of ShareGPT,
+                `{"conversations": [{"from": "human", "value": ...}, ...]}`, are read as well. Tools and calls may be
+                JSON text. Other entries of such a dict are left out with a warning.
 
         Shapes:
             A conversation of T messages becomes (T,). A list of B conversations becomes (B, -1), even if all have the
@@ -405,10 +407,11 @@ def _is_rows(value: Any, size: Sequence[int]) -> bool:
 
 def _read_chats(cls: Any, chats: Any, where: str) -> Any:
     if isinstance(chats, Mapping):
-        messages = chats.get("messages")
+        entry = messages_entry(chats)
+        messages = None if entry is None else chats[entry]
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise error(TypeError, f"{where}: a conversation has no list of messages.", got=repr(chats)[:200])
-        _warn_of_entries(chats, where)
+        _warn_of_entries({name: value for name, value in chats.items() if name != entry}, where)
         read = read_messages(messages, where)
         tools = read_tools(chats.get("tools"), where)
         if tools:
@@ -427,8 +430,8 @@ def _read_chats(cls: Any, chats: Any, where: str) -> Any:
 
 
 def _warn_of_entries(chat: Mapping[str, Any], where: str) -> None:
-    """Warn of entries of a conversation that a history does not keep, such as `functions`."""
-    others = [name for name, value in chat.items() if name not in ("messages", "tools") and value is not None]
+    """Warn of entries of a conversation beside its messages that a history does not keep, such as `functions`."""
+    others = [name for name, value in chat.items() if name != "tools" and value is not None]
     if others:
         # Without the number of the conversation, so that Python shows it once.
         warnings.warn(

@@ -8,7 +8,7 @@ from typing import Any
 from tdfunc.core.errors import brief, error
 from tdfunc.llm.conversations.history import History
 from tdfunc.llm.messages.columns import per_conversation
-from tdfunc.llm.messages.message import load_json
+from tdfunc.llm.messages.message import is_message, load_json
 from tdfunc.storage.disk.commit import replace_file
 from tdfunc.storage.disk.raw import write_all
 
@@ -45,7 +45,8 @@ def save_jsonl(history: History, path: "str | os.PathLike[str]", *, fsync: bool 
 def load_jsonl(path: "str | os.PathLike[str]") -> History:
     """Return the conversations of a file of JSON lines as a ragged history; empty lines are skipped.
 
-    A line is a conversation: a list of messages, or a dict with `messages` and perhaps `tools`.
+    A line is a conversation: a list of messages, or a dict with `messages` and perhaps `tools`. Lines of ShareGPT,
+    `{"conversations": [{"from": "human", "value": ...}, ...]}`, are read as well.
 
     Raises:
         ValueError: A line is not JSON; the error names it.
@@ -54,7 +55,7 @@ def load_jsonl(path: "str | os.PathLike[str]") -> History:
     chats: list[Any] = []
     name = f"load_jsonl {os.fspath(path)}"
     for _, _, chat in json_lines(path, name):
-        is_whole = isinstance(chat, dict) and "messages" in chat
+        is_whole = isinstance(chat, dict) and not is_message(chat)
         chats.append(chat if is_whole else {"messages": chat})
     return History.from_chats(chats)
 

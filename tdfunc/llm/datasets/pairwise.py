@@ -100,6 +100,7 @@ class PairwiseDataset(TensorClass):
         chosen: str = "chosen",
         rejected: str = "rejected",
         max_length: int | None = 550,
+        add_eos_token: bool = False,
         padding_side: str = "left",
         untrained: str = "raise",
         cache_dir: "str | os.PathLike[str] | None" = None,
@@ -109,11 +110,12 @@ class PairwiseDataset(TensorClass):
         Args:
             tokenizer: A tokenizer or processor of transformers.
             source: A file or iterable of records, as `load_tokens` reads them.
-            prompt: The entry with the text before both responses; None if the others are complete texts or
-                conversations. Replies with which both conversations begin belong to the prompt.
-            chosen: The entry with the chosen response.
+            prompt: The entry with the text or the messages before both responses; None if the others are complete
+                texts or conversations. Replies with which both conversations begin belong to the prompt.
+            chosen: The entry with the chosen response, a text or a list of messages.
             rejected: The entry with the rejected response.
             max_length: The maximum number of tokens in a row; None for no truncation.
+            add_eos_token: End each response that is a text with the tokenizer's `eos_token`.
             padding_side: "left" or "right".
             untrained: "raise" an error for a pair that truncation makes equal, or leaves without a token of a response;
                 or "drop" such pairs, with a warning that counts them.
@@ -121,6 +123,7 @@ class PairwiseDataset(TensorClass):
 
         Raises:
             MissingKeyError: A record lacks an entry.
+            TypeError: The prompt is a text and the responses are conversations, or the reverse.
             ValueError: Truncation leaves nothing to train on in a pair.
         """
         columns = {"chosen": chosen, "rejected": rejected}
@@ -128,7 +131,8 @@ class PairwiseDataset(TensorClass):
             given = columns
         else:
             given = {name: (prompt, entry) for name, entry in columns.items()}
-        data = _without_shared_replies(load_tokens(tokenizer, source, columns=given, cache_dir=cache_dir))
+        data = load_tokens(tokenizer, source, columns=given, cache_dir=cache_dir, add_eos_token=add_eos_token)
+        data = _without_shared_replies(data)
         layout = Layout(truncation=max_length is not None, max_length=max_length)
         pairs = data._trainable("from_dataset", range(len(data)), layout, untrained, is_pair=True)
         rows = data.batch(

@@ -14,7 +14,7 @@ from tdfunc._tensordict import TensorDict
 from tdfunc.core.errors import error, refuse_text
 from tdfunc.llm.encoding.following import Following
 from tdfunc.llm.encoding.padding import EncodedRow, Layout, pad_id_of
-from tdfunc.llm.encoding.text import Around, text_rows
+from tdfunc.llm.encoding.text import Around, text_rows, with_eos
 from tdfunc.llm.encoding.trained import check_rows
 from tdfunc.llm.templates.base import text_tokenizer
 
@@ -95,12 +95,17 @@ class PromptData(TensorClass):
 
 
 def prompt_rows(
-    tokenizer: Any, prompts: Sequence[str], responses: Sequence[str], *, add_special_tokens: bool = True
+    tokenizer: Any,
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    *,
+    add_special_tokens: bool = True,
+    add_eos_token: bool = False,
 ) -> list[EncodedRow]:
     """Return the complete row of each prompt with its response; `assistant_masks` is True on the response.
 
     A prompt has the ids that it has without a response, and the response those that it has behind the prompt: no token
-    belongs to both. Tokens that the tokenizer adds after a text follow the response.
+    belongs to both. Tokens that the tokenizer adds after a text follow the response, with its end token.
     """
     own = text_tokenizer(tokenizer)
     around = Around(own)
@@ -114,6 +119,8 @@ def prompt_rows(
             added = around.counts[1]
         first = len(ids) - added
         ids[first:first] = response_ids
+        if add_eos_token:
+            ids = with_eos(own, ids, added)
         masks = torch.arange(len(ids)) >= first
         rows.append({"input_ids": torch.tensor(ids, dtype=torch.int64), "assistant_masks": masks})
     return rows
@@ -125,6 +132,7 @@ def tokenize_prompts(
     responses: Sequence[str],
     *,
     add_special_tokens: bool = True,
+    add_eos_token: bool = False,
     truncation: bool | str = False,
     max_length: int | None = None,
     padding_side: str = "left",
@@ -138,6 +146,7 @@ def tokenize_prompts(
         prompts: The texts of N prompts.
         responses: The texts of N responses.
         add_special_tokens: Add the tokens that the tokenizer puts around a text.
+        add_eos_token: End each response with the tokenizer's `eos_token`, unless it already ends with it.
         truncation: Truncate rows to `max_length`, at their ends.
         max_length: The maximum number of tokens in a row.
         padding_side: "left" or "right".
@@ -146,8 +155,8 @@ def tokenize_prompts(
         `input_ids`, `attention_mask` and `labels`, which are the ids, are (N, T), and `prompt_rindex` is (N,).
 
     Raises:
-        ValueError: The numbers of prompts and responses differ, truncation removes a whole response, or an option has
-            an invalid value.
+        ValueError: The numbers of prompts and responses differ, truncation removes a whole response, an option has
+            an invalid value, or the tokenizer has no `eos_token` to add.
 
     Source:
         `torchrl.data.PromptTensorDictTokenizer`.
@@ -163,7 +172,9 @@ def tokenize_prompts(
         )
     layout = Layout(True, truncation, max_length, padding_side)
     layout.check("tokenize_prompts")
-    rows = prompt_rows(tokenizer, prompts, responses, add_special_tokens=add_special_tokens)
+    rows = prompt_rows(
+        tokenizer, prompts, responses, add_special_tokens=add_special_tokens, add_eos_token=add_eos_token
+    )
     check_rows("tokenize_prompts", rows, layout)
     padded = layout.pad([layout.cut(row) for row in rows], pad_id_of(text_tokenizer(tokenizer)))
     return PromptData.from_rows(padded)

@@ -110,7 +110,7 @@ class Records:
                 raise error(TypeError, f"Record {i} is not a dict or a text.", got=brief(record))
             for name in self._entries:
                 if name not in record:
-                    raise MissingKeyError(f"Record {i} has no {name!r}.", got=brief(list(record)))
+                    raise _no_entry(i, name, record)
             names = [name for name in (*self._entries, *self._optional) if name in record]
             yield {name: as_lists(record[name]) for name in names}
 
@@ -140,3 +140,11 @@ class Records:
         """
         if self._records is None and self._current() != self.digest:
             raise ConcurrencyError(f"{self._path} changed while it was read.", hint="load it again.")
+
+
+def _no_entry(number: int, name: str, record: Mapping[str, Any]) -> MissingKeyError:
+    """Return the error of a record that lacks an entry."""
+    hint = None
+    if name == "prompt":
+        hint = "PairwiseDataset.from_dataset(..., prompt=None) reads pairs whose conversations contain the prompt."
+    return MissingKeyError(f"Record {number} has no {name!r}.", got=brief(list(record)), hint=hint)

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from operator import index
 from typing import Any, final
 
@@ -26,18 +26,18 @@ from tdfunc.llm.datasets.prompts import prompt_rows
 from tdfunc.llm.datasets.sources import Records
 from tdfunc.llm.encoding.chat import chat_rows
 from tdfunc.llm.encoding.padding import EncodedRow, Layout, pad_id_of, row_tree, unmask_first
-from tdfunc.llm.encoding.text import added_counts, text_rows, tokenizer_digest
+from tdfunc.llm.encoding.text import added_counts, text_rows, tokenizer_digest, with_eos
 from tdfunc.llm.encoding.trained import check_masks, check_untrained, find_loss, report_losses
 from tdfunc.llm.messages.columns import Conversation
 from tdfunc.llm.messages.message import read_messages, read_tools
 from tdfunc.llm.templates.base import text_tokenizer
 from tdfunc.llm.templates.find import find_template
 from tdfunc.llm.templates.jinja import JinjaTemplate
-from tdfunc.parallel.progress import progress_bar
 from tdfunc.random import permutation
 from tdfunc.storage.api import load, save
 from tdfunc.storage.disk.commit import Descriptor, lock, make_folder
 from tdfunc.storage.disk.remote import local_folder
+from tdfunc.storage.progress import progress_bar
 
 # In the key of a cache: another number where stored rows change.
 _FORMAT = 5
@@ -46,7 +46,7 @@ _WHOLE = "rows"
 # Entries of a column that are not of one value for each token.
 _OFFSETS = "offsets"
 _KEPT = "kept"
-# One entry of a record, or a prompt and its response.
+# One entry of a record, or the entries of a prompt and of its response.
 Column = str | tuple[str, str]
 
 
@@ -257,6 +257,7 @@ def load_tokens(
     cache_dir: "str | os.PathLike[str] | None" = None,
     chat_template: Any = None,
     add_special_tokens: bool = True,
+    add_eos_token: bool = False,
     verify: bool = True,
     progress: bool = False,
 ) -> TokenDataset:
@@ -271,19 +272,23 @@ def load_tokens(
         source: A file that `read_records` reads, or an iterable of dicts (such as a `datasets.Dataset`) or texts. A
             text counts as a dict with `text`. Files are streamed; the records of an iterable are kept in memory while
             they are tokenized.
-        columns: The entry of a record to tokenize. It is a text, or a conversation (a list of messages), which the chat
-            template renders with the record's `tools`, a list or its JSON text. A tuple of two entries is a prompt with
-            its response. A dict makes several columns, by name. Conversations and responses have `assistant_masks`. A
-            response has no end of turn unless its text has one.
+        columns: The entry of a record to tokenize. It is a text, or a conversation (a list of messages of OpenAI or
+            ShareGPT), which the chat template renders with the record's `tools`, a list or its JSON text. A tuple of
+            two entries is a prompt with its response, which are two texts or two lists of messages. A dict makes
+            several columns, by name. Conversations and responses have `assistant_masks`. A response that is a text has
+            no end of turn unless its text has one.
         cache_dir: The folder of caches; without it the tokens are in a temporary file.
         chat_template: A template of `tdfunc.llm` or a Jinja text; by default the tokenizer's own template.
         add_special_tokens: Add the tokens that the tokenizer puts around a text, unless the text begins with the first.
+        add_eos_token: End each text, or each response to a prompt, with the tokenizer's `eos_token`, unless it already
+            ends with it. A conversation ends as its template writes it.
         verify: Verify the checksums of a cache, which reads it once.
         progress: Show a progress bar of the records while they are tokenized. Requires tqdm.
 
     Raises:
         TypeError: A record, or an entry of it, has another type; the error names its number.
         MissingKeyError: A record lacks an entry.
+        ValueError: The tokenizer has no `eos_token` to add.
         UnsupportedError: The chat template leaves out a field of a message; the error names the field.
         ConcurrencyError: The file changed while it was read.
 
@@ -296,7 +301,7 @@ def load_tokens(
     else:
         name = _WHOLE
         entries = {_WHOLE: columns}
-    plan = _Plan(tokenizer, entries, chat_template, add_special_tokens)
+    plan = _Plan(tokenizer, entries, chat_template, add_special_tokens, add_eos_token)
     pad_id = pad_id_of(text_tokenizer(tokenizer))
     records = Records(source, plan.entries, ("tools",))
     if cache_dir is None:
@@ -350,6 +355,7 @@ class _Plan:
     columns: dict[str, Column]
     chat_template: Any
     add_special_tokens: bool
+    add_eos_token: bool
 
     @property
     def entries(self) -> list[str]:
@@ -365,31 +371,48 @@ class _Plan:
             # Another tokenizer than the one of the ids may have other special tokens, which a template writes.
             special = [] if own is self.tokenizer else [text_tokenizer(own).special_tokens_map]
             template = [template.source, dict(template.options), *special]
-        options = [_FORMAT, list(self.columns.items()), template, self.add_special_tokens]
+        options = [_FORMAT, list(self.columns.items()), template, self.add_special_tokens, self.add_eos_token]
         return tokenizer_digest(self.tokenizer) + json.dumps(options, default=repr)
 
     def rows(self, entries: Column, records: Sequence[dict[str, Any]], first: int, kind: type) -> list[EncodedRow]:
         """Return a row of each record; `kind` is the type of the entry in the first record."""
         names = (entries,) if isinstance(entries, str) else entries
         _check_kind(records, names, first, kind)
+        if kind is list:
+            return self._chat_rows(names, records, first)
         values = [record[names[0]] for record in records]
         if len(names) == 2:
             responses = [record[names[1]] for record in records]
-            return prompt_rows(self.tokenizer, values, responses, add_special_tokens=self.add_special_tokens)
-        if kind is str:
-            return text_rows(self.tokenizer, values, add_special_tokens=self.add_special_tokens)
-        return self._chat_rows(values, records, first)
+            options = {"add_special_tokens": self.add_special_tokens, "add_eos_token": self.add_eos_token}
+            return prompt_rows(self.tokenizer, values, responses, **options)
+        return self._text_rows(values)
 
-    def _chat_rows(
-        self, values: Sequence[list[Any]], records: Sequence[dict[str, Any]], first: int
-    ) -> list[EncodedRow]:
-        """Return the rows of conversations, which are the values of an entry of the records."""
+    def _text_rows(self, texts: Sequence[str]) -> list[EncodedRow]:
+        rows = text_rows(self.tokenizer, texts, add_special_tokens=self.add_special_tokens)
+        if not self.add_eos_token:
+            return rows
+        own = text_tokenizer(self.tokenizer)
+        counts = [(0, 0)] * len(texts)
+        if self.add_special_tokens:
+            counts = added_counts(own, texts)
+        ended: list[EncodedRow] = []
+        for row, (_, added) in zip(rows, counts, strict=True):
+            ids = with_eos(own, row["input_ids"].tolist(), added)
+            ended.append({"input_ids": torch.tensor(ids, dtype=torch.int64)})
+        return ended
+
+    def _chat_rows(self, names: Sequence[str], records: Sequence[dict[str, Any]], first: int) -> list[EncodedRow]:
+        """Return the rows of conversations: an entry of the records, or a prompt followed by its response."""
         chats: list[Conversation] = []
-        for i, (messages, record) in enumerate(zip(values, records, strict=True), first):
+        # The numbers of messages in front of the responses.
+        prompts: list[int] = []
+        for i, record in enumerate(records, first):
             where = f"Record {i}"
-            chats.append(Conversation(read_messages(messages, where), read_tools(record.get("tools"), where)))
+            parts = [read_messages(record[name], where) for name in names]
+            prompts.append(len(parts[0]) if len(parts) == 2 else 0)
+            chats.append(Conversation([*chain(*parts)], read_tools(record.get("tools"), where)))
         template = find_template(self.chat_template, self.tokenizer)
-        rows = chat_rows(self.tokenizer, template, chats, masks=True)
+        rows = chat_rows(self.tokenizer, template, chats, masks=True, prompts=prompts)
         check_masks(rows, chats, first=first, call="load_tokens")
         return rows
 
@@ -405,16 +428,23 @@ class _Plan:
 
 
 def _check_kind(records: Sequence[dict[str, Any]], names: Sequence[str], first: int, kind: type) -> None:
-    """Raise if an entry of a record has another type than in the first record."""
+    """Raise if an entry of a record has another type than the first one in the first record."""
     expected = "text" if kind is str else "list of messages"
     for i, record in enumerate(records, first):
         for name in names:
-            if not isinstance(record[name], kind):
-                raise error(
-                    TypeError,
-                    f"Record {i}: {name!r} is not a {expected} as in the first record.",
-                    got=brief(record[name]),
-                )
+            if isinstance(record[name], kind):
+                continue
+            if name == names[0]:
+                hint = None
+            else:
+                hint = "responses that are complete conversations have no entry for the prompt: prompt=None."
+            raise error(
+                TypeError,
+                f"Record {i}: {name!r} is not a {expected} as {names[0]!r} is in the first record.",
+                expected=f"a {expected}",
+                got=brief(record[name]),
+                hint=hint,
+            )
 
 
 class _Column:
@@ -471,8 +501,8 @@ def _tokenize(plan: _Plan, records: Records, folder: str | None, progress: bool)
         while chunk := list(islice(remaining, _CHUNK)):
             for name, entries in plan.columns.items():
                 if name not in kinds:
-                    is_chat = isinstance(entries, str) and isinstance(chunk[0][entries], list)
-                    kinds[name] = list if is_chat else str
+                    leading = entries if isinstance(entries, str) else entries[0]
+                    kinds[name] = list if isinstance(chunk[0][leading], list) else str
                 rows = plan.rows(entries, chunk, first, kinds[name])
                 made[name].add(rows, plan.kept(entries, chunk, kinds[name]))
             first += len(chunk)

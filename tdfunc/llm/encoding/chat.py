@@ -22,6 +22,7 @@ from tdfunc.llm.templates.base import (
     text_tokenizer,
 )
 from tdfunc.llm.templates.find import find_template
+from tdfunc.llm.templates.markers import has_reply
 
 
 @dataclass(frozen=True)
@@ -131,10 +132,20 @@ def chat_rows(
     generation_prompt: bool = False,
     open_end: bool = False,
     masks: bool = False,
+    prompts: Sequence[int] | None = None,
 ) -> list[EncodedRow]:
     """Return the ids of each conversation, with assistant masks or without.
 
     Conversations without control strings in contents are encoded in one call.
+
+    Args:
+        tokenizer: A tokenizer or processor.
+        template: The template.
+        conversations: The conversations.
+        generation_prompt: End with the header of a reply.
+        open_end: Leave the last message without its end.
+        masks: Add assistant masks.
+        prompts: The number of messages of each conversation that are its prompt: masks are False at their replies.
     """
     conversations = [without_ids(each) for each in conversations]
     own = text_tokenizer(tokenizer)
@@ -155,6 +166,7 @@ def chat_rows(
         rendered = template.texts([conversations[i] for i in to_render], **ends)
         texts.update(zip(to_render, rendered, strict=True))
     encoded = dict(zip(texts, encode_texts(own, list(texts.values()), offsets=masks), strict=True))
+    skipped = _count_replies(template, conversations, prompts or [0] * len(conversations))
     rows: list[EncodedRow] = []
     for i in places:
         if i in forged:
@@ -163,8 +175,26 @@ def chat_rows(
             made = encoded[i]
             if has_hidden_control(own, texts[i], made.ids, control):
                 made = encode_marked(own, Marked(texts[i], [], []), control)
-        rows.append(_row_of(made, marked[i].replies if masks else None))
+        rows.append(_row_of(made, marked[i].replies[skipped[i] :] if masks else None))
     return rows
+
+
+def _count_replies(
+    template: AbstractTemplate, conversations: Sequence[Conversation], sizes: Sequence[int]
+) -> list[int]:
+    """Return the number of stretches that assistants wrote in the first messages of each conversation."""
+    counts = [0] * len(conversations)
+    asked: list[int] = []
+    prompts: list[Conversation] = []
+    for i, (conversation, size) in enumerate(zip(conversations, sizes, strict=True)):
+        prompt = conversation._replace(messages=conversation.messages[:size])
+        if has_reply(prompt):
+            asked.append(i)
+            prompts.append(prompt)
+    if prompts:
+        for i, marked in zip(asked, template.marked_all(prompts), strict=True):
+            counts[i] = len(marked.replies)
+    return counts
 
 
 def _row_of(made: Encoded, replies: Sequence[Span] | None) -> EncodedRow:

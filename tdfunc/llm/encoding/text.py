@@ -148,6 +148,33 @@ class Around:
         return not text.startswith(self._leads)
 
 
+def with_eos(tokenizer: Any, ids: list[int], added: int = 0) -> list[int]:
+    """Return the ids of a text with the end token of its tokenizer, unless they already end with it.
+
+    Args:
+        tokenizer: A tokenizer.
+        ids: The ids.
+        added: The number of tokens after the text that the tokenizer added; the end token precedes them.
+
+    Raises:
+        ValueError: The tokenizer has no end token.
+    """
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise error(
+            ValueError,
+            "the tokenizer has no end token that add_eos_token=True could add.",
+            expected="a tokenizer with an eos_token",
+            got=f"a {type(tokenizer).__name__} without one",
+            hint='tokenizer.eos_token = "..." names one of its tokens.',
+        )
+    end = len(ids) - added
+    # Some tokenizers put the end token after a text themselves.
+    if eos in ids[end:] or ids[end - 1 : end] == [eos]:
+        return ids
+    return [*ids[:end], eos, *ids[end:]]
+
+
 def added_counts(tokenizer: Any, texts: Sequence[str]) -> list[tuple[int, int]]:
     """Return how many tokens `text_rows` adds before and after each text."""
     around = Around(text_tokenizer(tokenizer))

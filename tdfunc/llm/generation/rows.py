@@ -20,8 +20,8 @@ from tdfunc.llm.rows.batch import Row, rows_on
 from tdfunc.llm.rows.packing import equal_lengths
 from tdfunc.llm.scoring.ids import score_rows
 from tdfunc.llm.scoring.model import CausalLM, check_lm
-from tdfunc.parallel.progress import progress_bar
 from tdfunc.random import fold_in, uniform
+from tdfunc.storage.progress import progress_bar
 
 
 def generate_tokens(

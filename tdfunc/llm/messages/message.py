@@ -9,6 +9,7 @@ import numpy as np
 from tdfunc.core.errors import MissingKeyError, error
 from tdfunc.core.keys import did_you_mean
 from tdfunc.llm.messages.content import as_content, text_of
+from tdfunc.llm.messages.sharegpt import from_sharegpt
 
 # A message: its fields by name, without those that are None.
 Message = dict[str, Any]
@@ -25,22 +26,30 @@ _ALIASES = {"reasoning": "reasoning_content"}
 # The entries of a call beside its function, and the entries of a function.
 _OF_CALLS = ("id", "type", "index")
 _OF_FUNCTIONS = ("name", "arguments")
+# The entry of a conversation with its messages: OpenAI's name, and the name in data sets of ShareGPT.
+_MESSAGES = ("messages", "conversations")
 
 
 def read_messages(given: Sequence[Mapping[str, Any]], where: str) -> list[Message]:
     """Return the messages of a conversation of a data set or server: every call that reads one reads it here.
 
     Args:
-        given: The messages.
+        given: The messages, in the form of OpenAI or ShareGPT.
         where: The place of the conversation, for messages of errors.
 
     Raises:
         TypeError: A message is not a dict with a role, or a field has a value of another type.
         MissingKeyError: An entry is not a field of a message, so that it would be lost.
-        ValueError: A field has two values under two names, of which one would be lost.
+        ValueError: A field has two values under two names, of which one would be lost; or an author is unknown.
     """
-    read = [read_message(message, f"{where}, message {i}") for i, message in enumerate(given)]
-    if _is_filled(given):
+    messages: list[Mapping[str, Any]] = []
+    read: list[Message] = []
+    for i, item in enumerate(given):
+        place = f"{where}, message {i}"
+        message = from_sharegpt(item, place)
+        messages.append(message)
+        read.append(read_message(message, place))
+    if _is_filled(messages):
         return [_without_filling(message) for message in read]
     return read
 
@@ -282,7 +291,12 @@ def show_message(message: Message) -> Message:
 
 def is_message(item: Any) -> bool:
     """Return whether a dict is one message, or an item in its place; otherwise it is a complete conversation."""
-    return isinstance(item, Mapping) and "messages" not in item
+    return isinstance(item, Mapping) and messages_entry(item) is None
+
+
+def messages_entry(conversation: Mapping[str, Any]) -> str | None:
+    """Return the entry of a complete conversation that contains its messages; None if it has none."""
+    return next((name for name in _MESSAGES if name in conversation), None)
 
 
 def as_compared(message: Mapping[str, Any]) -> Message:

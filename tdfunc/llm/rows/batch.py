@@ -3,8 +3,8 @@
 N rows, L tokens of a row, T positions of padded rows, P of their prompts and R of their responses.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ class Row:
         adjusted: True if more than `support` changed the distribution of the response (), else None.
         is_complete: True if the response has its end (), or None.
         version: The version of the weights that sampled the response, or None.
+        others: Further values of the tokens (L, ...), by the fields of `LogProbs`.
     """
 
     ids: Tensor
@@ -42,6 +43,7 @@ class Row:
     adjusted: Tensor | None = None
     is_complete: Tensor | None = None
     version: str | int | None = None
+    others: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def parts(self, values: Tensor | None) -> dict[str, Any]:
         """Return values of the tokens (L, *K) as `full`, and as `prompt` and `response` where these are known."""
@@ -152,23 +154,36 @@ class TokenBatch:
             return {"full": full}
         return {"full": full, "prompt": full.narrow(at, 0, n), "response": full.narrow(at, n, full.shape[at] - n)}
 
-    def log_probs(self, values: Tensor, scored: Tensor, behaviour: Tensor | None = None) -> Any:
+    def log_probs(
+        self,
+        values: Tensor,
+        scored: Tensor,
+        behaviour: Tensor | None = None,
+        others: Mapping[str, Tensor] | None = None,
+    ) -> Any:
         """Return log-probs of the positions, laid out as the tokens are.
 
         Args:
             values: The log-probs (N, T, *K).
             scored: True where there is one (N, T).
             behaviour: The log-probs under the sampler (N, T, *K), or None.
+            others: Further values of the positions (N, T, ...), by the fields of `LogProbs`.
         """
+        others = others or {}
         if self.lengths is not None:
-            return self._ragged_log_probs(values, scored, behaviour)
+            return self._ragged_log_probs(values, scored, behaviour, others)
         drawn = None
         if behaviour is not None:
             drawn = self.parts(behaviour)["response"]
-        parts = self.parts(values)
-        return LogProbs(**parts, mask=self.shaped(scored), behaviour=drawn, padded=True, batch_size=self.lead)
+        # Any: the fields of log-probs.
+        made: dict[str, Any] = self.parts(values)
+        for name, each in others.items():
+            made[name] = self.shaped(each)
+        return LogProbs(**made, mask=self.shaped(scored), behaviour=drawn, padded=True, batch_size=self.lead)
 
-    def _ragged_log_probs(self, values: Tensor, scored: Tensor, behaviour: Tensor | None) -> Any:
+    def _ragged_log_probs(
+        self, values: Tensor, scored: Tensor, behaviour: Tensor | None, others: Mapping[str, Tensor]
+    ) -> Any:
         """Return log-probs of the positions as a ragged stack; arguments as for `log_probs`."""
         assert self.lengths is not None
         rows: list[Row] = []
@@ -180,6 +195,7 @@ class TokenBatch:
                 log_probs=values[i, :length],
                 scored=scored[i, :length],
                 behaviour=of_response,
+                others={name: each[i, :length] for name, each in others.items()},
             )
             rows.append(row)
         return ragged_records(rows, self.lead, None).log_probs
@@ -235,10 +251,10 @@ class TokenBatch:
 def _moved(holder: Any, device: torch.device) -> Any:
     """Return a dataclass with its tensors on a device."""
     moved: dict[str, Tensor] = {}
-    for field in fields(holder):
-        value = getattr(holder, field.name)
+    for each in fields(holder):
+        value = getattr(holder, each.name)
         if isinstance(value, Tensor):
-            moved[field.name] = value.to(device)
+            moved[each.name] = value.to(device)
     return replace(holder, **moved)
 
 
@@ -330,8 +346,10 @@ def _record_of(row: Row) -> Records:
     tokens = Tokens(**row.parts(row.ids), padded=False, is_complete=row.is_complete, batch_size=no_size)
     ones = torch.ones_like(row.ids, dtype=torch.bool)
     masks = Masks(all_attention_mask=ones, all_assistant_mask=row.assistant, padded=False, batch_size=no_size)
+    # Any: the fields of log-probs.
+    values: dict[str, Any] = {**row.parts(row.log_probs), **row.others}
     log_probs = LogProbs(
-        **row.parts(row.log_probs),
+        **values,
         mask=row.scored,
         behaviour=row.behaviour,
         support=row.support,

@@ -78,6 +78,11 @@ class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgum
         adjusted: True if temperature and `support` do not describe the sampling distribution, shape (B,). A penalty, a
             minimum length, or a truncation that an engine does not report can change it. None if they describe it.
         version: The version of the weights that sampled each response.
+        entropy: The entropy of the distribution of each token of `full`, in nats, 0 where `mask` is False, shape
+            (B, P + R); from `score(entropy=True)`.
+        topk_log_probs: The log-probs of the likeliest tokens in the place of each token of `full`, the likeliest first,
+            shape (B, P + R, K); from `score(topk=K)`.
+        topk_ids: These tokens, 0 where `mask` is False, shape (B, P + R, K).
         padded: As in `Tokens`.
     """
 
@@ -89,6 +94,9 @@ class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgum
     support: Tensor | None = None
     adjusted: Tensor | None = None
     version: str | int | None = None
+    entropy: Tensor | None = None
+    topk_log_probs: Tensor | None = None
+    topk_ids: Tensor | None = None
     padded: bool | None = None
     # 0 is an id.
     _pads = {"support": -1}

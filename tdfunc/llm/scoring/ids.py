@@ -17,7 +17,7 @@ from torch import Tensor
 from tdfunc.core.context import has_values, is_known
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
 from tdfunc.llm.rows.packing import Rows, as_mask, compact, equal_lengths, pack, pad_rows
-from tdfunc.llm.scoring.head import chosen_log_probs, log_probs_of
+from tdfunc.llm.scoring.head import HeadScores, Wanted, head_scores, scores_of
 from tdfunc.llm.scoring.model import CausalLM, check_lm, hidden_states, own_logits
 
 
@@ -69,23 +69,51 @@ def score_ids(
         tensor([[False,  True,  True],
                 [False, False,  True]])
     """
+    found, valid = score_all(
+        lm, params, ids, mask, buffers=buffers, at=at, temperature=temperature, rng=rng, wanted=Wanted()
+    )
+    values = found.log_probs
+    if at is None:
+        values = values.squeeze(-1)
+    return Scores(values, valid)
+
+
+def score_all(
+    lm: CausalLM,
+    params: Any,
+    ids: Tensor,
+    mask: Tensor | None,
+    *,
+    buffers: Any,
+    at: Tensor | None,
+    temperature: float | Tensor,
+    rng: Any,
+    wanted: Wanted,
+) -> tuple[HeadScores, Tensor]:
+    """Return all results of the head at each token, 0 without a log-prob, and the mask of tokens with one.
+
+    Arguments are as for `score_ids`; `wanted` selects the results beside the log-probs of `at`.
+    """
     check_lm("score", lm)
     if not isinstance(temperature, Tensor) and not temperature > 0:
         raise error(ValueError, "score: temperature must be above 0.", got=temperature)
     rows = _rows_of(lm, ids, mask, at)
     outputs = _run_rows(lm, params, rows, buffers=buffers, rng=rng)
-    wanted = ids.unsqueeze(-1) if at is None else at
+    candidates = ids.unsqueeze(-1) if at is None else at
     # Pads may hold any number.
-    chosen = torch.where(rows.mask.unsqueeze(-1), rows.gather(wanted), 0)
+    chosen = torch.where(rows.mask.unsqueeze(-1), rows.gather(candidates), 0)
     scored = _scored(rows)
-    found = _scored_log_probs(lm, outputs, chosen[:, 1:], scored[:, 1:], temperature)
-    # The first token of a row has no log-prob.
-    found = torch.where(scored.unsqueeze(-1), F.pad(found, (0, 0, 1, 0)), 0)
-    values = rows.scatter(found)
-    if at is None:
-        values = values.squeeze(-1)
-    valid = rows.scatter(scored.unsqueeze(-1)).squeeze(-1)
-    return Scores(values, valid)
+    found = _head_scores(lm, outputs, chosen[:, 1:], scored[:, 1:], temperature, wanted)
+
+    def place(values: Tensor) -> Tensor:
+        """Return values (B, L - 1, ...) of the tokens behind the first at the places of the tokens (B, T, ...)."""
+        wide = values.unsqueeze(-1) if values.dim() == 2 else values
+        # The first token of a row has no log-prob.
+        behind_first = F.pad(wide, (0, 0, 1, 0))
+        placed = rows.scatter(torch.where(scored.unsqueeze(-1), behind_first, 0))
+        return placed.reshape(*placed.shape[:2], *values.shape[2:])
+
+    return found.map(place), rows.scatter(scored.unsqueeze(-1)).squeeze(-1)
 
 
 def _scored(rows: Rows) -> Tensor:
@@ -93,10 +121,15 @@ def _scored(rows: Rows) -> Tensor:
     return rows.mask & (torch.arange(rows.mask.shape[1], device=rows.mask.device) > 0)
 
 
-def _scored_log_probs(
-    lm: CausalLM, outputs: "_Outputs", chosen_BLK: Tensor, scored_BL: Tensor, temperature: float | Tensor
-) -> Tensor:
-    """Return the log-probs of candidates at all positions of rows but the first, from the outputs before them.
+def _head_scores(
+    lm: CausalLM,
+    outputs: "_Outputs",
+    chosen_BLK: Tensor,
+    scored_BL: Tensor,
+    temperature: float | Tensor,
+    wanted: Wanted,
+) -> HeadScores:
+    """Return the results of the head at all positions of rows but the first, from the outputs before them.
 
     Where values can be read, the head runs for tokens alone; elsewhere also for pads, whose results are dropped.
     """
@@ -113,14 +146,18 @@ def _scored_log_probs(
         if isinstance(heat, Tensor):
             heat = heat[places]
     if lm.head is None:
-        found = log_probs_of(before, chosen, heat)
+        found = scores_of(before, chosen, heat, wanted)
     else:
         output = (outputs.weight, outputs.bias)
-        found = chosen_log_probs(lm.head, before, output, chosen, temperature=heat, chunk_size=lm.chunk_size)
-    count = found.shape[-1]
-    if places is not None:
-        found = found.new_zeros((scored_BL.numel(), count)).index_copy(0, places, found)
-    return found.reshape(*scored_BL.shape, count)
+        found = head_scores(lm.head, before, output, chosen, temperature=heat, chunk_size=lm.chunk_size, wanted=wanted)
+
+    def at_positions(values: Tensor) -> Tensor:
+        """Return values of the scored positions, or of all, as (B, L, ...); 0 elsewhere."""
+        if places is not None:
+            values = values.new_zeros((scored_BL.numel(), *values.shape[1:])).index_copy(0, places, values)
+        return values.reshape(*scored_BL.shape, *values.shape[1:])
+
+    return found.map(at_positions)
 
 
 def score_rows(

@@ -13,13 +13,14 @@ from torch.distributions import Categorical
 
 from tdfunc._lazystack import lazy_stack
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.errors import MissingKeyError, UnsupportedError, check_choice
+from tdfunc.core.errors import MissingKeyError, UnsupportedError, as_count, check_choice
 from tdfunc.core.keys import dotted, unravel
 from tdfunc.core.types import NestedKey, Path
 from tdfunc.llm.rows.batch import TokenBatch, flat_list, nest
 from tdfunc.llm.rows.read import TokenKeys, read_tokens
 from tdfunc.llm.rows.records import LogProbs
-from tdfunc.llm.scoring.ids import logits_of_ids, score_ids
+from tdfunc.llm.scoring.head import Wanted
+from tdfunc.llm.scoring.ids import logits_of_ids, score_all
 from tdfunc.llm.scoring.model import CausalLM
 from tdfunc.ops.base.reading import get_value
 from tdfunc.ops.edits.edit import EditMethods
@@ -36,6 +37,8 @@ def score(
     at: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     under: Literal["raw", "behaviour"] = "raw",
+    entropy: bool = False,
+    topk: int = 0,
     rng: Any = None,
     tokens_key: NestedKey = "tokens",
     mask_key: NestedKey = "attention_mask",
@@ -53,6 +56,9 @@ def score(
         under: "behaviour" adds `behaviour` to the result: the log-probs of the responses at this temperature, over the
             `support` of the tree's log-probs if they have one. Responses that were sampled with a repetition penalty
             or with `min_new_tokens` are refused, except for `min_new_tokens` with truncation.
+        entropy: Add the entropy of the distribution of each token to the result, with gradients.
+        topk: The number of the likeliest tokens of each position whose ids and log-probs are added to the result, such
+            as a teacher's candidates.
         rng: A key for the dropout of `lm.train()`.
         tokens_key: The place of the tokens.
         mask_key: The place of the mask, True at tokens. Without it `("masks", "all_attention_mask")` is read; without
@@ -61,12 +67,13 @@ def score(
 
     Shapes:
         Tokens (*B, T) give `LogProbs` with `full` and `mask` (*B, T), and `prompt` and `response` if the tokens have
-        these; with `at` (*B, T, K) the log-probs are (*B, T, K). Ragged tokens give a ragged stack.
+        these; with `at` (*B, T, K) the log-probs are (*B, T, K). `entropy` is (*B, T), and `topk_log_probs` and
+        `topk_ids` are (*B, T, topk). Ragged tokens give a ragged stack.
 
     Raises:
         MissingKeyError: The tree has no tokens; or, for "behaviour", no record of their sampling at `log_probs_key`.
         LeafMismatchError: The mask has another shape than the tokens.
-        ValueError: A row is longer than the model's positions, or `under` is unknown.
+        ValueError: A row is longer than the model's positions, `under` is unknown, or `topk` is negative.
         UnsupportedError: Temperature and `support` do not describe the distributions that the responses were sampled
             from.
 
@@ -90,18 +97,30 @@ def score(
     chosen = wanted
     if support is not None:
         chosen = torch.cat([wanted, support.clamp(min=0)], -1)
-    options = {"buffers": buffers, "temperature": temperature, "rng": rng}
-    found, mask = score_ids(lm, params, batch.ids, batch.mask, at=chosen, **options)
-    full = found[..., : wanted.shape[-1]]
+    found, mask = score_all(
+        lm,
+        params,
+        batch.ids,
+        batch.mask,
+        buffers=buffers,
+        at=chosen,
+        temperature=temperature,
+        rng=rng,
+        wanted=Wanted(entropy, as_count("score: topk", topk, 0)),
+    )
+    full = found.log_probs[..., : wanted.shape[-1]]
     behaviour = None
     if support is not None:
-        behaviour = _over_support(full, found[..., wanted.shape[-1] :], wanted, support, mask)
+        behaviour = _over_support(full, found.log_probs[..., wanted.shape[-1] :], wanted, support, mask)
     elif under == "behaviour":
         behaviour = full
     if at is None:
         full = full.squeeze(-1)
         behaviour = None if behaviour is None else behaviour.squeeze(-1)
-    log_probs = batch.log_probs(full, mask, behaviour)
+    results = found._asdict()
+    del results["log_probs"]
+    others = {name: values for name, values in results.items() if values is not None}
+    log_probs = batch.log_probs(full, mask, behaviour, others)
     old = get_value(td, unravel(log_probs_key), None)
     return td.set(log_probs_key, keep_draws(log_probs, old))
 

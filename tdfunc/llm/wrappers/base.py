@@ -243,7 +243,7 @@ class LLMWrapperBase(TensorDictModuleBase, AbstractBackend):
             training: Score with dropout, whose masks come from `key`; by default the model is in evaluation mode.
             key: The random key of sampling, or a seed. Response i uses the key folded with i.
             params: A tree of parameters to run instead of the model's own. Without buffers in the tree, the model's
-                buffers are used.
+                buffers are used. For `lora.attach(wrapper)` it is the pair (params, adapters).
 
         Raises:
             MissingKeyError: The tree has no input.

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from tdfunc.core.context import is_compiling
+from tdfunc.core.errors import error
 from tdfunc.llm.generation.options import GenerationOptions, Response
 from tdfunc.llm.generation.rows import generate_tokens
 from tdfunc.llm.scoring.ids import logits_of_ids, score_rows
 from tdfunc.llm.scoring.model import CausalLM, causal_lm
 from tdfunc.llm.wrappers.base import LLMWrapperBase
+from tdfunc.lora import Lora
 from tdfunc.modules.extract import from_module, split
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ class TransformersWrapper(LLMWrapperBase):
     """
 
     model: nn.Module
+    # The choice of the adapters that `params=` has beside the base's parameters.
+    _lora: Lora | None = None
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
@@ -56,7 +60,7 @@ class TransformersWrapper(LLMWrapperBase):
     # Any: as in the base, a module here.
     def _set_model(self, model: Any) -> None:
         super()._set_model(model)
-        self._prepared = _Prepared()
+        self._prepared = _Prepared(self._lora)
         # Other parameters and buffers than the model's own.
         self._trees: tuple[Any, Any] | None = None
 
@@ -66,13 +70,40 @@ class TransformersWrapper(LLMWrapperBase):
         lm = self._prepared.of(self.model)
         return lm.with_options(packed=self.pad_model_input is False, allow_long=self._options.allow_long)
 
-    # Any: a tree.
+    def with_adapters(self, lora: Lora, *, rows: bool = False) -> "Self":
+        """Return the wrapper with adapters, as `lora.attach(wrapper)` does; a call takes `params=(params, adapters)`.
+
+        Args:
+            lora: The choice.
+            rows: False: the rows of a language model cannot each have an adapter.
+
+        Raises:
+            UnsupportedError: `rows` is True.
+        """
+        if rows:
+            # It has the reason.
+            self.lm.with_adapters(lora, rows=True)
+        new = self._shell()
+        new._lora = lora
+        new._set_model(self.model)
+        # The batcher of this wrapper runs it without adapters.
+        new._batcher = new._new_batcher(self._options)
+        # A filter that matches no leaf is an error now.
+        _ = new.lm
+        return new
+
+    # Any: a tree, or with adapters a pair of trees.
     def _with_params(self, params: Any) -> "Self":
+        is_pair = isinstance(params, tuple) and len(params) == 2  # pyright: ignore[reportUnknownArgumentType]
+        if is_pair != (self._lora is not None):
+            raise self._other_params(params)
+        # Any: a tree.
+        base: Any = params[0] if is_pair else params
         new = self._shell()
         # Rows of other threads have other parameters.
         new._batcher = None
         buffers = None
-        if not split(params)[1].leaves():
+        if not split(base)[1].leaves():
             buffers = split(from_module(self.model))[1]
         new._trees = params, buffers
         return new
@@ -80,8 +111,29 @@ class TransformersWrapper(LLMWrapperBase):
     # Any: trees of parameters and buffers.
     def _tree(self) -> tuple[Any, Any, torch.device]:
         """Return the parameters, with the buffers or beside them, and their device."""
+        if self._trees is None and self._lora is not None:
+            raise self._other_params(None)
         params, buffers = self._trees or (from_module(self.model), None)
-        return params, buffers, next(iter(params.leaves())).device
+        base = params if self._lora is None else params[0]
+        return params, buffers, next(iter(base.leaves())).device
+
+    # Any: what came in the place of parameters.
+    def _other_params(self, given: Any) -> Exception:
+        """Return the error of parameters that do not belong to this wrapper."""
+        if self._lora is None:
+            expected = "a tree of parameters"
+            hint = "lora.attach(wrapper) takes the pair of a base and adapters."
+        else:
+            expected = "params=(params, adapters), because the wrapper has adapters"
+            hint = "wrapper(td, params=(params, adapters)), with tdf.from_module(wrapper.model) as the base."
+        got = "no parameters" if given is None else f"a {type(given).__name__}"
+        return error(
+            TypeError,
+            f"{type(self).__name__}: params are not those of the wrapper.",
+            expected=expected,
+            got=got,
+            hint=hint,
+        )
 
     def generate_tokens(
         self,
@@ -126,7 +178,8 @@ class _Prepared:
     process it is made anew.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lora: Lora | None = None) -> None:
+        self._lora = lora
         # Any: descriptions are compared only.
         self._made: tuple[CausalLM, Any] | None = None
 
@@ -134,7 +187,7 @@ class _Prepared:
         return self
 
     def __reduce__(self) -> Any:
-        return _Prepared, ()
+        return _Prepared, (self._lora,)
 
     def of(self, model: nn.Module) -> CausalLM:
         """Return the `CausalLM` of a model."""
@@ -145,6 +198,8 @@ class _Prepared:
         settings = _settings(model)
         if made is None or made[1] != (_modules(model), settings):
             lm, _, _ = causal_lm(model, copy=False)
+            if self._lora is not None:
+                lm = self._lora.attach(lm)
             # The settings belong to the model, which may change them.
             made = lm, (_modules(model), copy.deepcopy(settings))
             self._made = made

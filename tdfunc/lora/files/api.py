@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,19 +13,23 @@ from torch import Tensor
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
-from tdfunc.core.keys import Entry, Filter, FilterLike, at_paths, dotted
+from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
 from tdfunc.core.types import Path
 from tdfunc.lora._attach import LoraApply
 from tdfunc.lora.files.config import Config, load_config, read_config
 from tdfunc.lora.files.kohya import as_peft, is_kohya
-from tdfunc.lora.files.peft import PREFIX, Adapter, check_table, read_adapters
+from tdfunc.lora.files.peft import PREFIX, Adapter, check_table, read_adapters, read_base
+from tdfunc.lora.files.tokens import read_tables, take_rows, write_embeddings, write_rows
 from tdfunc.lora.files.writing import check_target, config_of, list_layers, whole_modules, write_parts
 from tdfunc.lora.lora import Lora
 from tdfunc.lora.math import factors
+from tdfunc.lora.selection import by_value, filter_of
 from tdfunc.lora.targets import (
     FROZEN,
+    Table,
     Target,
     check_leaves,
+    find_tables,
     find_targets,
     layouts_of,
     make_tree,
@@ -35,13 +40,12 @@ from tdfunc.lora.targets import (
 from tdfunc.modules.extract import from_module
 from tdfunc.modules.functional import Apply
 from tdfunc.ops.base.reading import entries, get, iter_items
+from tdfunc.ops.edits.edit import set_
 from tdfunc.storage.api import load as load_tree
 from tdfunc.storage.api import save as save_tree
 from tdfunc.storage.disk import commit
 from tdfunc.storage.disk.remote import as_name, local_folder
 
-# More are a filter by complete paths: each glob is matched against each leaf, and combined filters are nested.
-_MAX_GLOBS = 32
 _CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
 
@@ -82,11 +86,15 @@ def load(
     layouts = None
     if apply is not None:
         layouts = layouts_of(module_of(apply))
-    adapters, whole = read_adapters(contents.tensors, contents.config, params, layouts, contents.outer)
+    rows = take_rows(contents.tensors)
+    tables = read_tables(rows, contents.config.tokens, params, contents.outer)
+    paths = _table_paths(rows, params)
+    adapters, whole = read_adapters(contents.tensors, contents.config, params, layouts, contents.outer, paths)
     if apply is not None:
         for adapter in adapters:
             check_table(adapter, module_of(apply))
-    if _change_nothing(adapters, whole, params):
+    has_rows = any([not torch.equal(table.rows_in(table.leaf), own.to(table.leaf.dtype)) for table, own in tables])
+    if not has_rows and _change_nothing(adapters, whole, params):
         raise error(
             ValueError,
             f"lora.load: the adapters in {contents.file!r} change nothing.",
@@ -95,13 +103,77 @@ def load(
             hint="save the adapters after the training; lora.init makes fresh ones.",
         )
     lora = _as_lora(adapters, whole, contents.config, params)
+    if tables:
+        found = entries(params)
+        lora = replace(
+            lora, trainable_token_indices={filter_of([table.path], found): table.indices for table, _ in tables}
+        )
     leaves: dict[Path, Tensor] = {}
     for adapter in adapters:
         for part, leaf in adapter.parts.items():
             leaves[(*adapter.paths[0], part)] = leaf
+    leaves |= {table.key: own for table, own in tables}
     tree = make_tree(leaves | whole)
     read_parts(lora, params, tree, "lora.load")
     return lora, tree
+
+
+def load_base(
+    path: str | os.PathLike[str],
+    params: TensorCollection,
+    *,
+    prefix: str | None = None,
+) -> TensorCollection:
+    """Return a base with the embeddings that a folder of PEFT has, for adapters of a vocabulary that was resized.
+
+    With `save_embedding_layers`, PEFT saves embeddings beside adapters, and writes them into the model that it loads
+    the adapters for. It does so if the vocabulary was resized, or an embedding has an adapter. `load` returns those
+    without an adapter among the leaves that are trained whole. This function returns a base with all others, and with
+    those that have another number of rows.
+
+    Args:
+        path: A folder of PEFT.
+        params: The base of the adapters.
+        prefix: The beginning of the names of this base, as for `load`.
+
+    Returns:
+        The base for `load(path, base)`, with the leaves of `params` in place of those that the file does not have.
+
+    Raises:
+        LeafMismatchError: A table of the file does not fit the base.
+
+    Examples:
+        >>> import tempfile
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20))
+        >>> apply, params, _ = tdf.functional(model)
+        >>> lora = tdf.lora.Lora("transformer.wte.weight", rank=1)
+        >>> adapters = lora.init(params, key=0, apply=apply).apply(torch.ones_like)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tdf.lora.save(f"{folder}/a", lora, adapters, apply, base=params)
+        ...     base = tdf.lora.load_base(f"{folder}/a", params * 2)
+        >>> torch.equal(base["transformer", "wte", "weight"], params["transformer", "wte", "weight"])
+        True
+    """
+    contents = _read_file(as_name(path), params, prefix)
+    rows = take_rows(contents.tensors)
+    found = read_base(contents.tensors, contents.config, params, contents.outer, _table_paths(rows, params))
+    base = params
+    for entry in entries(params):
+        given = [found[path] for path in entry.paths if path in found]
+        if given:
+            base = set_(base, entry.paths[0], given[0].to(entry.leaf.dtype))
+    return base
+
+
+def _table_paths(rows: Mapping[str, Tensor], params: TensorCollection) -> list[Path]:
+    """Return all paths of the tables of which a file has rows."""
+    names = {(*name.split("."), "weight") for name in rows}
+    paths: list[Path] = []
+    for entry in entries(params):
+        if not names.isdisjoint(entry.paths):
+            paths += entry.paths
+    return paths
 
 
 class _Contents(NamedTuple):
@@ -190,55 +262,20 @@ def _as_lora(
     alphas = {adapter.paths[0]: adapter.alpha for adapter in adapters}
     where: FilterLike = Filter(lambda path, leaf: False)
     if adapters:
-        where = _filter(ranks, found)
+        where = filter_of(ranks, found)
     trained = None
     if whole:
-        trained = _filter(whole, found)
+        trained = filter_of(whole, found)
     return Lora(
         where,
-        rank=_by_value(ranks, found),
-        alpha=_by_value(alphas, found),
+        rank=by_value(ranks, found),
+        alpha=by_value(alphas, found),
         rslora=config.rslora,
         dora="magnitude" in names,
         bias="bias" in names,
         dropout=config.dropout,
         whole=trained,
     )
-
-
-def _by_value(values: Mapping[Path, Any], found: Sequence[Entry]) -> Any:
-    """Return one value for all paths, or a dict of filters."""
-    groups: dict[Any, list[Path]] = {}
-    for path, value in values.items():
-        groups.setdefault(value, []).append(path)
-    if len(groups) < 2:
-        return next(iter(groups), 1)
-    chosen = [entry for entry in found if entry.paths[0] in values]
-    most_frequent = max(groups, key=lambda value: len(groups[value]))
-    by_filter: dict[FilterLike, Any] = {}
-    for value, paths in groups.items():
-        if value != most_frequent:
-            by_filter[_filter(paths, chosen)] = value
-    # The first filter that matches a leaf counts, so the rest comes last.
-    by_filter["*"] = most_frequent
-    return by_filter
-
-
-def _filter(paths: Mapping[Path, Any] | Sequence[Path], found: Sequence[Entry]) -> FilterLike:
-    """Return a filter for the leaves at these paths: globs by their last keys where a few of these choose no others."""
-    wanted = set(paths)
-    ends = {".".join(path[-2:]) for path in wanted}
-    if len(ends) > _MAX_GLOBS:
-        return at_paths(wanted)
-    first, *others = [f"*{end}" for end in sorted(ends)]
-    globs: FilterLike = first
-    for other in others:
-        globs = Filter(globs) | other
-    mask = Filter(globs).mask(found)
-    chosen = {entry.paths[0] for entry, is_chosen in zip(found, mask, strict=True) if is_chosen}
-    if chosen == wanted:
-        return globs
-    return at_paths(wanted)
 
 
 def save(
@@ -248,6 +285,7 @@ def save(
     apply: "Apply | LoraApply",
     *,
     config: Mapping[str, Any] | None = None,
+    base: TensorCollection | None = None,
     fsync: bool = True,
 ) -> None:
     """Save adapters as a folder that PEFT loads.
@@ -263,6 +301,8 @@ def save(
         adapters: The adapters of one model, not stacked.
         apply: The function of the base, which contains the layers of the weights.
         config: Further entries of `adapter_config.json`, such as `{"task_type": "CAUSAL_LM"}`.
+        base: The base, if its embeddings and its head are written beside the adapters, as PEFT does for a vocabulary
+            that was resized (`model.resize_token_embeddings`): a fresh model has other rows for the new tokens.
         fsync: Wait until the data is on the disk.
 
     Raises:
@@ -275,15 +315,22 @@ def save(
         folder, "lora.save", reason="files are locked and renamed", hint="save to a local folder, and upload it."
     )
     module = module_of(apply)
-    base = from_module(module)
-    targets, whole = find_targets(lora, entries(base), layouts_of(module))
-    given = _given_leaves(lora, targets, whole, adapters)
+    skeleton = from_module(module)
+    targets, whole = find_targets(lora, entries(skeleton), layouts_of(module))
+    tables = find_tables(lora, entries(skeleton))
+    given = _given_leaves(lora, targets, whole, tables, adapters)
     for target in targets:
         check_target(target, lora, module)
     layers = list_layers(lora, targets)
-    replaced = whole_modules(whole, layers.modules, base, module)
+    replaced = whole_modules(whole, layers.modules, skeleton, module)
     entries_of_config = config_of(lora, targets, layers, module, replaced) | dict(config or {})
     tensors = _adapter_tensors(lora, targets, given)
+    if tables:
+        rows, indices = write_rows(tables, given, module)
+        tensors |= rows
+        entries_of_config.setdefault("trainable_token_indices", indices)
+    if base is not None:
+        tensors |= write_embeddings(base, module, layers.modules, tables)
     for path, name in replaced.names.items():
         tensors[name] = given[path].detach()
     tree = TensorDict({PREFIX + name: leaf.contiguous() for name, leaf in tensors.items()}).unflatten_keys(".")
@@ -293,7 +340,11 @@ def save(
 
 
 def _given_leaves(
-    lora: Lora, targets: Sequence[Target], whole: Sequence[Entry], adapters: TensorCollection
+    lora: Lora,
+    targets: Sequence[Target],
+    whole: Sequence[Entry],
+    tables: Sequence[Table],
+    adapters: TensorCollection,
 ) -> dict[Path, Tensor]:
     """Return the leaves of adapters by their paths; raise unless they are the leaves of the choice."""
     shapes: dict[Path, torch.Size | None] = {}
@@ -302,6 +353,8 @@ def _given_leaves(
             shapes[(*target.path, name)] = shape
     for entry in whole:
         shapes[entry.paths[0]] = entry.leaf.shape
+    for table in tables:
+        shapes[table.key] = table.shape
     return check_leaves("lora.save", shapes, adapters)
 
 

@@ -86,6 +86,30 @@ def _chooses(choice: Ends | Pattern, name: str) -> bool:
 
 
 @dataclass(frozen=True)
+class TokenIndices:
+    """The numbers of trained rows.
+
+    Attributes:
+        tables: The numbers by the end of a table's name; one list under "" is of the only table.
+    """
+
+    tables: Mapping[str, tuple[int, ...]]
+
+    def of(self, name: str) -> tuple[int, ...] | None:
+        """Return the numbers of the rows of a table; None if there are none."""
+        for end, numbers in self.tables.items():
+            # As PEFT: also within a word.
+            if name.endswith(end):
+                return numbers
+        return None
+
+    @property
+    def shown(self) -> str:
+        """The numbers, for messages."""
+        return brief(dict(self.tables))
+
+
+@dataclass(frozen=True)
 class Config:
     """The entries of a configuration that decide the numbers of an adapter.
 
@@ -102,6 +126,7 @@ class Config:
         modules_to_save: The ends of the names of modules that are trained whole.
         version: The version of PEFT, as (major, minor).
         targets: The layers with adapters.
+        tokens: The rows of tables that are trained, or None.
     """
 
     ranks: Mapping[str, Any] | PatternTable = field(default_factory=dict[str, Any])
@@ -115,6 +140,7 @@ class Config:
     modules_to_save: tuple[str, ...] = ()
     version: tuple[int, int] | None = None
     targets: Targets = Targets()
+    tokens: TokenIndices | None = None
 
 
 def load_config(path: str) -> Mapping[str, Any]:
@@ -161,6 +187,7 @@ def read_config(entries: Mapping[str, Any]) -> Config:
         modules_to_save=modules_to_save,
         version=_version_of(entries.get("peft_version")),
         targets=_read_targets(reader, modules_to_save),
+        tokens=reader.tokens(),
     )
     reader.check_rest()
     return config
@@ -284,6 +311,22 @@ class _Reader:
         if not all(map(_is_whole, numbers)):  # pyright: ignore[reportUnknownArgumentType]
             raise self._refusal("layers_to_transform", "a whole number or a list of them")
         return tuple(numbers)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+    def tokens(self) -> TokenIndices | None:
+        """Return the rows of tables that are trained."""
+        # Any: JSON.
+        given: Any = self._get("trainable_token_indices")
+        if not given:
+            return None
+        tables = given if isinstance(given, dict) else {"": given}
+        for numbers in tables.values():
+            if (
+                not isinstance(numbers, list)
+                or not numbers
+                or not all([_is_whole(one) and one >= 0 for one in numbers])
+            ):
+                raise self._refusal("trainable_token_indices", "a list of numbers of rows, or a dict of such lists")
+        return TokenIndices({name: tuple(numbers) for name, numbers in tables.items()})
 
     def biases(self) -> str:
         """Return the biases of the base that are trained."""

@@ -77,6 +77,7 @@ def read_adapters(
     params: TensorCollection,
     layouts: Callable[[Path], Layout] | None,
     outer: str = "",
+    tables: Collection[Path] = (),
 ) -> tuple[list[Adapter], dict[Path, Tensor]]:
     """Return the adapters of a file, and the leaves that it replaces whole.
 
@@ -86,8 +87,41 @@ def read_adapters(
         params: The base.
         layouts: The layout of a weight by its path, if it is known.
         outer: The beginning that only the names in the configuration have.
+        tables: The tables of which rows are trained.
     """
     context = _Context(config, params, outer)
+    modules, others = _split(tensors)
+    parts_by_path = _place(modules, context)
+    whole = _without_tables(_whole_leaves(others), {*parts_by_path, *tables}, params)
+    orientation = _Orientation(parts_by_path, config, params, layouts)
+    found = {path: _adapter(path, parts, context, orientation) for path, parts in parts_by_path.items()}
+    adapters, replaced = _untied(found, params, whole)
+    _check_agreement(context, adapters, replaced)
+    return adapters, replaced
+
+
+def read_base(
+    tensors: Mapping[str, Tensor], config: Config, params: TensorCollection, outer: str, tables: Collection[Path]
+) -> dict[Path, Tensor]:
+    """Return the tables of the base in a file that `read_adapters` compares with the base; arguments are as there.
+
+    They are tables with an adapter or with trained rows, and tables of another number of rows.
+    """
+    modules, others = _split(tensors)
+    changed = {*_place(modules, _Context(config, params, outer)), *tables}
+    found: dict[Path, Tensor] = {}
+    for path, given in _whole_leaves(others).items():
+        leaf = _leaf(params, path, "")
+        is_table = leaf.ndim == 2 and given.ndim == 2
+        if is_table and leaf.shape[1] != given.shape[1]:
+            raise _misfit(path, leaf, given)
+        if path in changed or (is_table and len(leaf) != len(given)):
+            found[path] = given
+    return found
+
+
+def _split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """Return the parts of adapters by their module, and all other tensors."""
     modules: dict[str, dict[str, Tensor]] = {}
     others: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -96,14 +130,7 @@ def read_adapters(
             modules.setdefault(match["module"], {})[match["part"]] = tensor
         else:
             others[name] = tensor
-    every_whole = _whole_leaves(others)
-    parts_by_path = _place(modules, context)
-    whole = _without_tables(every_whole, parts_by_path, params)
-    orientation = _Orientation(parts_by_path, config, params, layouts)
-    found = {path: _adapter(path, parts, context, orientation) for path, parts in parts_by_path.items()}
-    adapters, replaced = _untied(found, params, whole)
-    _check_agreement(context, adapters, replaced)
-    return adapters, replaced
+    return modules, others
 
 
 def _whole_leaves(tensors: Mapping[str, Tensor]) -> dict[Path, Tensor]:
@@ -116,7 +143,9 @@ def _whole_leaves(tensors: Mapping[str, Tensor]) -> dict[Path, Tensor]:
     for name, tensor in tensors.items():
         if ".original_module." in name:
             continue
-        path = tuple(name.replace(".base_layer.", ".").replace(".modules_to_save.", ".").split("."))
+        for inner in (".token_adapter.", ".base_layer.", ".modules_to_save."):
+            name = name.replace(inner, ".")
+        path = tuple(name.split("."))
         if path in whole and not torch.equal(whole[path], tensor):
             raise LeafMismatchError(
                 f"lora.load: the file has two values of {dotted(path)!r}.", got=f"the second one is {name!r}"
@@ -147,6 +176,7 @@ def _without_tables(
                 f"lora.load: the adapter of {dotted(path)!r} belongs to another table.",
                 expected=f"the base's values of shape {tuple(leaf.shape)}",
                 got="other values in the file: the vocabulary was resized, or the base is another one",
+                hint="base = tdf.lora.load_base(folder, params) has the tables of the file.",
             )
     return replacing
 
@@ -277,10 +307,14 @@ def _no_leaf(name: str, wanted: str, got: str) -> LeafMismatchError:
 
 
 def _misfit(path: Path, leaf: Tensor, given: Tensor, expected: str = "") -> LeafMismatchError:
+    hint = None
+    if leaf.ndim == given.ndim == 2 and leaf.shape[1:] == given.shape[1:]:
+        hint = f"for a vocabulary that was resized: model.resize_token_embeddings({len(given)}) before functional."
     return LeafMismatchError(
         f"lora.load: the file's leaf for {dotted(path)!r} does not fit it.",
         expected=expected or f"shape {tuple(leaf.shape)}",
         got=f"shape {tuple(given.shape)}",
+        hint=hint,
     )
 
 

@@ -61,6 +61,17 @@ def _rrelu(
     return F.leaky_relu(input, (lower + upper) / 2, inplace)
 
 
+def _dropout(input: Tensor, p: float | Tensor = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Nothing is dropped in evaluation mode, where torch compares a rate of each member; the key's mode draws masks."""
+    if training or not is_batched(p):
+        return NotImplemented
+    return input
+
+
+def _alpha_dropout(input: Tensor, p: float | Tensor = 0.5, training: bool = False, inplace: bool = False) -> Any:
+    return _dropout(input, p, training, inplace)
+
+
 def _in_forward_mode() -> bool:
     levels: Any = _functorch.get_interpreter_stack()
     return any([level.key() == _functorch.TransformType.Jvp for level in levels])
@@ -123,6 +134,8 @@ RULES: dict[Any, Rule] = {
     # The key's mode runs its body as well, below this one: only here do its writes in place come to rules.
     F.gumbel_softmax: by_body(F.gumbel_softmax),
     F.rrelu: where_batched(_rrelu),
+    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), where_batched(_dropout)),
+    **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), where_batched(_alpha_dropout)),
     torch.isin: where_batched(_isin),
     **dict.fromkeys((torch.isclose, Tensor.isclose), where_batched(_isclose)),
     _special.log_ndtr: where_batched(_log_ndtr),

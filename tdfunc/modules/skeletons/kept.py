@@ -22,8 +22,11 @@ from tdfunc.modules.skeletons.parts import children_of, is_plain, slots_of
 # The tables of nn.Module itself; the rest of a module's `__dict__` is its own.
 _OWN_TABLES = frozenset(nn.Module().__dict__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# The lists of weights that recurrent layers make of their parameters, and a mark of transformers.
+_CACHES = frozenset(["_flat_weights", "_flat_weight_refs", "_output_capturing_hooks_installed"])
 _MODULES = itemgetter("_modules")
 _TRAINING = itemgetter("training")
+_NUMBERS = (bool, int, float, complex, str, bytes)
 # They cannot change themselves, whatever their parts do.
 _FROZEN = (tuple, frozenset, types.FunctionType, types.MethodType, functools.partial)
 # A container, a copy of it, and the keys of a dict.
@@ -77,6 +80,19 @@ class Tables:
         ):
             self._next_hook = RemovableHandle.next_id
             restore_all(self._everything)
+
+    def find_assigned(self, module: nn.Module) -> list[str]:
+        """Return the names of the attributes of a module to which forward assigned another value.
+
+        The older spectral norm of torch computes `weight` of `weight_orig` in each call.
+        """
+        own = module.__dict__
+        for table, before, _ in (*self._custom, *self._plain):
+            if table is own:
+                names = [name for name in {**before, **own} if name not in _OWN_TABLES and name not in _CACHES]
+                assigned = [name for name in names if not _is_same(own.get(name), before.get(name))]
+                return [name for name in assigned if f"{name}_orig" not in module._parameters]
+        return []
 
     def has_hidden_writes(self) -> bool:
         """Return whether a call assigned attributes of torch's own modules, which `restore` does not look at."""
@@ -164,6 +180,16 @@ class Objects:
         """Return whether a call wrote tensors past their version counters."""
         return not all(map(is_equal, self.list_tensors(), self._originals))
 
+    def find_written(self) -> set[int]:
+        """Return the ids of the containers, tensors and arrays whose contents a call changed."""
+        written = {
+            id(container) for container, before, keys in self.containers if not _is_kept(container, before, keys)
+        }
+        for constant, now, mark in zip(self._constants, self._read_constants(), self._marks, strict=True):
+            if now != mark:
+                written.add(id(constant))
+        return written
+
     def list_tensors(self) -> list[Tensor]:
         """Return the tensors that are not leaves."""
         return [x for x in self._constants if isinstance(x, Tensor)]
@@ -219,10 +245,27 @@ def _values(container: Any) -> Iterable[Any]:
 def restore_all(kept: list[Kept]) -> None:
     """Refill the containers that changed: by identity, since comparing tensors computes."""
     for container, before, keys in kept:
-        is_same = len(container) == len(before) and all(map(is_, _values(container), _values(before)))
-        # A value may have got another key.
-        if not is_same or (keys is not None and [*container] != keys):
+        if not _is_kept(container, before, keys):
             refill(container, before)
+
+
+# Any: a container and a copy of it.
+def _is_kept(container: Any, before: Any, keys: list[Any] | None) -> bool:
+    """Return whether a container has the contents, and a dict the keys, that it had before."""
+    is_same = len(container) == len(before) and all(map(is_, _values(container), _values(before)))
+    # A value may have got another key.
+    return is_same and (keys is None or [*container] == keys)
+
+
+# Any: values of attributes.
+def _is_same(value: Any, before: Any) -> bool:
+    """Return whether an attribute has the value that it had: the same object, or an equal number or text.
+
+    A tensor that was computed from weights is poison before, and is computed again in each call.
+    """
+    if value is before or isinstance(before, Poison):
+        return True
+    return isinstance(value, _NUMBERS) and type(value) is type(before) and value == before
 
 
 def _ids_of_values(table: dict[str, Any]) -> list[int]:

@@ -89,3 +89,11 @@ def reaches(value: Any, targets: set[int]) -> bool:
             seen.add(id(value))
             stack += [child for _, child in children_of(value)]
     return False
+
+
+def leads_to(value: Any, targets: set[int]) -> bool:
+    """Return whether an object, one that a deep copy of it enters, or a table of attributes is one of the targets."""
+    for _, part in reachable(value, set()):
+        if id(part) in targets or id(getattr(part, "__dict__", None)) in targets:
+            return True
+    return False

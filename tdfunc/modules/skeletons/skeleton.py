@@ -29,6 +29,7 @@ from tdfunc.modules.skeletons.kept import (
     restore_all,
     stores_of,
 )
+from tdfunc.modules.skeletons.parts import leads_to
 
 # They write their statistics in training mode only, and nothing else ever.
 _NORMS = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm} | {
@@ -156,6 +157,24 @@ class Skeleton:
             if now is not None and now is not bound[place]:
                 replaced[place] = now
         return replaced
+
+    def find_lost(self) -> list[str]:
+        """Return the names of what forward wrote and no call returns: attributes, their contents, and empty buffers.
+
+        Attributes of a module with extra state are not among them.
+        """
+        written = self._objects.find_written()
+        stateful = set(map(id, self.owners.values()))
+        filled = {(id(store), name) for store, name in self._vacant if store[name] is not None}
+        lost: list[str] = []
+        for path, module in self.module.named_modules():
+            names = {name for name in module._buffers if (id(module._buffers), name) in filled}
+            if id(module) not in stateful:
+                names.update(self._tables.find_assigned(module))
+                if written:
+                    names.update([name for name, value in own_attributes(module) if leads_to(value, written)])
+            lost += [f"{path}.{name}".lstrip(".") for name in sorted(names)]
+        return lost
 
     def reset(self) -> bool:
         """Empty the slots and undo the writes of forward to its modules and to the objects that they hold.

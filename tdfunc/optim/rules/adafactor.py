@@ -36,13 +36,15 @@ def adafactor(
 
     Raises:
         ValueError: A hyperparameter is out of range or nan.
+        LeafMismatchError: In `init`, a leaf is complex.
 
     Source:
         Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost"; `torch.optim.Adafactor`.
     """
     hyper: dict[str, Hyper] = {"lr": lr, "beta2_decay": beta2_decay, "eps2": eps[1], "d": d}
     hyper |= {"weight_decay": weight_decay} | ({} if eps[0] is None else {"eps1": eps[0]})
-    rule = Rule("adafactor", ("row_var", "col_var", "variance"), partial(_step, maximize=maximize), shape=_shape)
+    slots = ("row_var", "col_var", "variance")
+    rule = Rule("adafactor", slots, partial(_step, maximize=maximize), shape=_shape, only_real=True)
     return make_optimizer(rule, hyper, beta2_decay=(-torch.inf, 2.0**-1074), d=(1.0, torch.inf))
 
 

@@ -25,9 +25,10 @@ def muon(
     eps: float = 1e-7,
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
 ) -> Optimizer:
-    """Return Muon: steps whose singular values are all about 1, for the matrices of hidden layers.
+    """Return Muon: steps whose singular values are all about 1, for the matrices and 2-d convolutions of hidden layers.
 
-    The members of a stack are orthogonalized in one batch. `multi` gives the other leaves to another rule.
+    The weight of a convolution, of shape (out, in, height, width), is a matrix of `out` rows. The members of a stack
+    are orthogonalized in one batch. `multi` gives the other leaves to another rule.
 
     Args:
         lr: Step size.
@@ -42,11 +43,13 @@ def muon(
 
     Raises:
         ValueError: A hyperparameter is out of range or nan, or `adjust_lr_fn` is not one of the two.
-        LeafMismatchError: In `init`, a member's leaf is not a matrix; the message names it.
+        LeafMismatchError: In `init`, a member's leaf has not two or four dimensions, or is complex; the message
+            names it.
 
     Source:
         Jordan et al., "Muon: An optimizer for hidden layers in neural networks"; Liu et al., "Muon is Scalable for LLM
-        Training" for `match_rms_adamw`; `torch.optim.Muon`.
+        Training" for `match_rms_adamw`; `torch.optim.Muon`, which refuses convolutions.
+        `adjust_lr_fn` reads rows and columns of the matrix; some versions of the authors' code read height and width.
 
     Examples:
         >>> params = TensorDict({"weight": torch.ones(4, 3, 2), "bias": torch.ones(4, 3)}, [4])
@@ -59,7 +62,8 @@ def muon(
     check_choice("muon: adjust_lr_fn", adjust_lr_fn, ("original", "match_rms_adamw"))
     hyper: dict[str, Hyper] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
     options = {"nesterov": nesterov, "coefficients": ns_coefficients, "steps": ns_steps, "adjust": adjust_lr_fn}
-    rule = Rule("muon", ("momentum_buffer",), partial(_step, **options), shape=_shape, check=_check_matrices)
+    step = partial(_step, **options)
+    rule = Rule("muon", ("momentum_buffer",), step, shape=_shape, check=_check_matrices, only_real=True)
     return make_optimizer(rule, hyper, momentum=(0.0, 1.0))
 
 
@@ -69,10 +73,10 @@ def _shape(slot: str, shape: torch.Size, dims: int) -> torch.Size:
 
 def _check_matrices(params: TensorCollection, leaves: Leaves) -> None:
     for i, leaf in enumerate(leaves):
-        if leaf.dim() - len(params._batch_size) != 2:
+        if leaf.dim() - len(params._batch_size) not in (2, 4):
             raise LeafMismatchError(
-                f"muon: the leaf {path_of(params, i)!r} of params is not a matrix.",
-                expected=f"shape {[*params._batch_size, 'rows', 'columns']}",
+                f"muon: the leaf {path_of(params, i)!r} of params is not a matrix or a 2-d convolution.",
+                expected=f"shape {[*params._batch_size, 'rows', 'columns']}, or four dimensions after the batch",
                 got=f"shape {list(leaf.shape)}",
                 hint='multi({"layers.*.weight": muon(), "*": adamw()}) gives the other leaves to adamw.',
             )
@@ -92,13 +96,23 @@ def _step(
     grads = work.grads
     work.slots["momentum_buffer"] = average = ops.run("lerp", work.slots["momentum_buffer"], grads, 1 - momentum)
     updates = ops.run("lerp", grads, average, momentum, keep=True) if nesterov else average
+    updates = ops.each(_as_matrix, updates, work.dims)
+    shapes = [update.shape[-2:] for update in updates]
     updates = ops.each(partial(_orthogonalize, coefficients, steps), updates, values["eps"])
     params, _ = decay(ops, work, values, decoupled=True)
-    # The rate depends on the shape.
-    work.params = [
-        ops.add([param], [update], -values["lr"] * _scale(adjust, *param.shape[-2:]))[0]
-        for param, update in zip(params, updates, strict=True)
-    ]
+    new: Leaves = []
+    for param, update, shape in zip(params, updates, shapes, strict=True):
+        # The rate depends on the shape.
+        rate = -values["lr"] * _scale(adjust, *shape)
+        new += ops.add([param], [update.reshape(param.shape)], rate)
+    work.params = new
+
+
+def _as_matrix(leaf: Tensor, dims: int) -> Tensor:
+    """Return a leaf whose members are matrices; the rows of a convolution are its outputs."""
+    if leaf.dim() - dims == 2:
+        return leaf
+    return leaf.flatten(dims + 1)
 
 
 def _scale(adjust: str, rows: int, columns: int) -> float:

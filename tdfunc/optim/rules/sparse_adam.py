@@ -27,6 +27,7 @@ def sparse_adam(
 
     Raises:
         ValueError: A hyperparameter is out of range or nan.
+        LeafMismatchError: In `init`, a leaf is complex.
 
     Source:
         `torch.optim.SparseAdam`.
@@ -42,7 +43,8 @@ def sparse_adam(
     """
     hyper: dict[str, Hyper] = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps}
     step = partial(_step, maximize=maximize)
-    return make_optimizer(Rule("sparse_adam", ("exp_avg", "exp_avg_sq"), step, layout=torch.sparse_coo), hyper)
+    slots = ("exp_avg", "exp_avg_sq")
+    return make_optimizer(Rule("sparse_adam", slots, step, layout=torch.sparse_coo, only_real=True), hyper)
 
 
 def _step(ops: Lists, work: Work, values: Values, *, maximize: bool) -> None:

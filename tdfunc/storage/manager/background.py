@@ -30,7 +30,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import in_functorch, outside
 from tdfunc.core.errors import ConcurrencyError, as_count, explain
 from tdfunc.core.memory import mapped_file
-from tdfunc.core.nontensor import NonTensorData
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData
 from tdfunc.core.types import Kind
 from tdfunc.storage.disk.handlers import is_in_handler
 from tdfunc.storage.disk.raw import memory_of
@@ -151,8 +151,8 @@ def _live_ids(td: TensorCollection) -> set[int]:
             is_data = isinstance(value, NonTensorData)
             if node._kinds and node._kinds.get(key) in _LIVE_KINDS:
                 live.add(id(value.data if is_data else value))
-            elif is_data and not isinstance(value.data, Tensor):
-                for part in parts_of(value.data):
+            elif isinstance(value, NonTensorBase) and not isinstance(value.value, Tensor):
+                for part in parts_of(value.value):
                     if isinstance(part, TensorCollection):
                         stack.append(part)
                     else:

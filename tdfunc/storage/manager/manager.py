@@ -29,6 +29,7 @@ from tdfunc.storage.disk.commit import naming, settle, sweep
 from tdfunc.storage.disk.ranks import find_sharded, group_of
 from tdfunc.storage.disk.remote import anchored, local_folder
 from tdfunc.storage.manager.background import PendingSave, SaveQueue, Snapshot, WaitMethods, Write, take_snapshot
+from tdfunc.storage.manager.discard import discard_steps, finish_discard
 from tdfunc.storage.manager.steps import (
     StepRemovedError,
     StepReplacedError,
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     from tdfunc._tensordict import TensorDict
 
 T = TypeVar("T")
+# How often the newest step is opened anew because it was removed, and is there again.
+_ATTEMPTS = 20
 
 
 class CheckpointManager(WaitMethods):
@@ -72,7 +75,7 @@ class CheckpointManager(WaitMethods):
         folder: The folder of the steps, which the first save creates. A change of the current folder does not move it.
         keep_last: The number of highest steps to keep; the last saved step is always kept. Without it and without
             `keep_best`, all steps are kept. After a return to an earlier step, the steps above it are not counted, and
-            stay until `delete`.
+            stay until `discard_after` or `delete`.
         keep_best: The number of steps that are also kept, by `metric`. Of equal steps, the later is better.
         metric: The entry of the metadata by which steps are compared. A step without it, or with None, is never best.
         mode: `"min"` if the lowest value is best, `"max"` if the highest value is best.
@@ -135,6 +138,7 @@ class CheckpointManager(WaitMethods):
         # Steps above one that the run went back to; the run does not continue them.
         self._abandoned: frozenset[int] = frozenset()
         self._has_gone_back = False
+        finish_discard(self._folder)
         sweep(self._folder)
 
     # -- saving -------------------------------------------------------------------------------------------------
@@ -217,6 +221,46 @@ class CheckpointManager(WaitMethods):
                 raise error(
                     BlockingIOError, f"delete {self._folder}: step {number} is being loaded.", hint="try again later."
                 )
+
+    def discard_after(self, step: int) -> list[int]:
+        """Remove all steps above a step: the run continues from this step.
+
+        All of them are removed, or none: a process that is killed in the middle leaves the whole run as it was, or
+        without these steps. Saves in the background are finished first. Of several processes, one calls it, before the
+        others load or save.
+
+        Args:
+            step: The number of the step that becomes the latest.
+
+        Returns:
+            The numbers of the removed steps, in order.
+
+        Raises:
+            FileNotFoundError: The step does not exist; nothing was removed.
+            BlockingIOError: A step above it is being loaded; nothing was removed.
+            FileExistsError: The folder of a step above it may belong to another program, or is a link; nothing was
+                removed.
+            Exception: An earlier save in the background failed with this error. Nothing was removed.
+
+        Warns:
+            RuntimeWarning: The steps are gone, but the system did not remove their folders; the next save does.
+
+        Examples:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     manager = tdf.CheckpointManager(folder)
+            ...     for step in (10, 20, 30, 40):
+            ...         handle = manager.save(step, TensorDict({"w": torch.full((2,), float(step))}))
+            ...     manager.discard_after(20), manager.steps(), manager.load()["w"]
+            ([30, 40], [10, 20], tensor([20., 20.]))
+        """
+        number = as_step(step, "discard_after")
+        # A save that is pending would bring its step back.
+        self.wait()
+        removed = discard_steps(self._folder, number, fsync=self._fsync)
+        self._earlier -= {*removed}
+        self._abandoned -= {*removed}
+        return removed
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -361,6 +405,7 @@ class CheckpointManager(WaitMethods):
             )
         td = as_tree(tree, f"save {self._folder}")
         path = self.path(number)
+        finish_discard(self._folder)
         self._warn_above(number)
         if not overwrite:
             is_there = number in self._pending_steps() or os.path.lexists(path)
@@ -472,7 +517,7 @@ class CheckpointManager(WaitMethods):
         highest = max(above)
         what = f"save {self._folder}: step {step} is below step {highest}, which was there before."
         got = f"load() loads step {highest}, and keep_last does not count or remove steps above {step}"
-        hint = f"delete({highest}) if the run does not continue it; load(step) loads any other."
+        hint = f"discard_after(n) before this save removes all steps above n; delete({highest}) removes one of them."
         warnings.warn(explain(what, got=got, hint=hint), RuntimeWarning, stacklevel=4)
 
     def _warn_abandoned(self, number: int) -> None:
@@ -480,7 +525,8 @@ class CheckpointManager(WaitMethods):
         later = saved_after(self._folder, number)
         if later:
             what = f"load {self._folder}: step {number} is the highest, and step {max(later)} was saved after it."
-            hint = f"load({max(later)}) continues the newer run; delete({number}) if the other one is not needed."
+            last = max(later)
+            hint = f"load({last}) continues the newer run; discard_after({last}) removes the steps of the other one."
             warnings.warn(explain(what, hint=hint), RuntimeWarning, stacklevel=4)
 
     def _by_metric(self, steps: Sequence[int], *, skip_damaged: bool = False) -> list[int]:
@@ -505,6 +551,7 @@ class CheckpointManager(WaitMethods):
     def _use(self, step: int | None, call: str, read: Callable[[str, int], T], *, fallback: bool = False) -> T:
         """Call `read` with the folder and number of a step (or the newest), again if another save replaces it."""
         broken: set[int] = set()
+        attempts = 0
         while True:
             number = self._newest(call, broken) if step is None else as_step(step, call)
             try:
@@ -516,8 +563,12 @@ class CheckpointManager(WaitMethods):
             except StepReplacedError:
                 continue
             except StepRemovedError:
-                # If the newest one is removed meanwhile, a newer one is there.
-                if step is not None or number in self.steps():
+                if step is not None:
+                    raise
+                # If the newest one is removed meanwhile, another one is there, or one that was saved under its number.
+                if number in self.steps():
+                    attempts += 1
+                if attempts == _ATTEMPTS:
                     raise
             except (CorruptCheckpointError, OSError) as err:
                 if not fallback or not is_damage(err):

@@ -15,6 +15,7 @@ from tdfunc.storage.api import load_choice
 from tdfunc.storage.disk import commit
 from tdfunc.storage.disk.raw import write_all
 from tdfunc.storage.manager.background import Snapshot
+from tdfunc.storage.manager.marks import read_marks
 from tdfunc.storage.safetensors.header import ALGORITHM, DIGITS, digest
 from tdfunc.storage.safetensors.index import INDEX, SINGLE
 from tdfunc.storage.safetensors.plan import plan_save
@@ -66,12 +67,12 @@ def as_step(step: int, call: str) -> int:
 
 
 def list_steps(folder: str) -> list[int]:
-    """Return the steps in a folder, in order, without other entries and without folders that have no file of a step.
+    """Return the steps in a folder, in order, without discarded ones and without folders that have no file of a step.
 
     A link to the folder of a step, which may be on another disk, is the step.
     """
     found, aside = _scan(folder)
-    return sorted([*found, *aside])
+    return sorted({*found, *aside} - read_marks(folder).keys())
 
 
 def _scan(folder: str) -> tuple[list[int], list[int]]:
@@ -134,7 +135,7 @@ class _NewStep:
             self._write_about(place, file)
 
         def check() -> None:
-            _check_own(path, "save")
+            check_own(path, "save")
 
         commit.make_folder(self.folder, fsync=self.fsync)
         # Only these: a run may keep thousands of steps.
@@ -212,7 +213,7 @@ def saved_after(folder: str, step: int) -> list[int]:
     return found
 
 
-def _check_own(path: str, call: str) -> None:
+def check_own(path: str, call: str) -> None:
     """Raise if a folder may belong to another program: it has other files, and no `checkpoint.json`."""
     if os.path.islink(path):
         raise linked_error(path, call)
@@ -281,13 +282,16 @@ def reading(folder: str, step: int, call: str = "load") -> Generator[str, None, 
         except FileNotFoundError as err:
             if commit.locate(path) != place:
                 continue
-            raise _removed(folder, step, call) from err
+            raise no_such_step(folder, step, call) from err
         # Without the lock (its writer still has it, or the file system has none) a reader may find the step gone.
         with suppress(OSError):
             commit.lock(held.fd, shared=True)
         if commit.is_at(held.fd, place, follow=True):
             break
     with held as fd:
+        # After the lock, without which a step may be marked next.
+        if step in read_marks(folder):
+            raise no_such_step(folder, step, call)
         try:
             yield place
         except (FileNotFoundError, CorruptCheckpointError) as err:
@@ -295,10 +299,11 @@ def reading(folder: str, step: int, call: str = "load") -> Generator[str, None, 
                 raise
             if os.path.isdir(path):
                 raise StepReplacedError(str(err)) from err
-            raise _removed(folder, step, call) from err
+            raise no_such_step(folder, step, call) from err
 
 
-def _removed(folder: str, step: int, call: str) -> StepRemovedError:
+def no_such_step(folder: str, step: int, call: str) -> StepRemovedError:
+    """Return the error for a step that is not there."""
     shown = ", ".join(map(str, list_steps(folder)[-10:])) or "none"
     return error(
         StepRemovedError,
@@ -324,7 +329,7 @@ def remove_step(folder: str, step: int, *, even_damaged: bool = False) -> bool:
     def check() -> None:
         # A name proves nothing; its own `checkpoint.json` does.
         if even_damaged:
-            _check_own(path, "delete")
+            check_own(path, "delete")
         else:
             read_about(path, step)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
-from tdfunc.core.nontensor import NonTensorData
+from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.types import Path, Ties
 from tdfunc.storage.safetensors.plan import address_of
 from tdfunc.storage.tree.decode import Description, kinds_in
@@ -260,8 +260,8 @@ def _classes_in(tree: TensorCollection) -> list[type[TensorCollection]]:
         if isinstance(node, TensorCollection):
             classes[type(node)] = None
             stack.extend(node._data.values())
-        elif isinstance(node, NonTensorData):
-            stack.extend(parts_of(node.data))
+        elif isinstance(node, NonTensorBase):
+            stack.extend(parts_of(node.value))
     return list(classes)
 
 

@@ -36,6 +36,8 @@ class FilePlan(NamedTuple):
     expected: list[tuple[str, str | None]]
     # Returns the bytes of a leaf without memory; called when its turn has come.
     values: Values | None = None
+    # Called with the number of bytes that are written.
+    tick: Callable[[int], object] = lambda done: None
 
 
 class SavePlan(NamedTuple):

@@ -136,7 +136,9 @@ class SavedTree:
             return get_value(self.spec(), path[len(self._at) :])
         node = SavedTree(self._contents, self._choice, path[:depth], root)
         if self._contents.plan.nodes[root].get("class") == OBJECT:
-            return node.load().data
+            # Any: not a tree, but non-tensor data.
+            data: Any = node.load()
+            return data.value
         if depth == len(path):
             return node
         return get_value(node.load(), path[depth:])

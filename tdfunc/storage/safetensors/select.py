@@ -1,8 +1,9 @@
 """The part of a checkpoint that is read: leaves that a filter chooses, compared with a spec and cast to a dtype."""
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from tdfunc.ops.edits.structure import partition
 from tdfunc.storage.disk.ranks import find_sharded, is_sharded, own_part, place_like
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import LocalBytes, MappedBytes
+from tdfunc.storage.progress import bytes_bar
 from tdfunc.storage.safetensors.blocks import Block
 from tdfunc.storage.safetensors.contents import Contents, group_by_home
 from tdfunc.storage.safetensors.like import check_like
@@ -225,11 +227,27 @@ def _read_files(
     contents: Contents, wanted: Sequence[int], choice: Choice, *, mapped: bool, parts: Mapping[int, Block]
 ) -> "Leaves":
     """Return leaves on the CPU in their own dtypes, or parts of them, checked."""
+    specs = contents.plan.specs
+    with bytes_bar(f"load {os.path.basename(contents.path)}", sum([specs[i].size_bytes for i in wanted])) as tick:
+        return _read_wanted(contents, wanted, choice, _Way(mapped, parts, tick))
 
+
+class _Way(NamedTuple):
+    """How leaves are read."""
+
+    # On the mapped bytes of their file.
+    mapped: bool
+    # By the numbers of leaves of which this rank reads a part.
+    parts: Mapping[int, Block]
+    # Called with the number of bytes that are read.
+    tick: Callable[[int], object]
+
+
+def _read_wanted(contents: Contents, wanted: Sequence[int], choice: Choice, way: _Way) -> "Leaves":
     def read_file(source: Source, mine: Sequence[int]) -> list[Tensor]:
-        if mapped:
-            return _map_file(contents, source, mine, choice, parts)
-        return _read_file(contents, source, mine, parts)
+        if way.mapped:
+            return _map_file(contents, source, mine, choice, way)
+        return _read_file(contents, source, mine, way)
 
     if contents.homes is None:
         read = read_file(contents.sources[0], wanted)
@@ -245,7 +263,7 @@ def _read_files(
     return leaves
 
 
-def _read_file(contents: Contents, source: Source, mine: Sequence[int], parts: Mapping[int, Block]) -> list[Tensor]:
+def _read_file(contents: Contents, source: Source, mine: Sequence[int], way: _Way) -> list[Tensor]:
     """Read leaves of one file into new memory."""
     specs = contents.plan.specs
     places = contents.places
@@ -254,22 +272,22 @@ def _read_file(contents: Contents, source: Source, mine: Sequence[int], parts: M
     # In the order of the file, which the disk reads ahead.
     for i in sorted(mine, key=begins.__getitem__):
         leaf = read_leaf(source, specs[i], begins[i], contents.names[i], places.digests[i])
-        if i in parts:
-            leaf = leaf[parts[i].box].clone()
+        if i in way.parts:
+            leaf = leaf[way.parts[i].box].clone()
         leaves[i] = leaf
+        way.tick(specs[i].size_bytes)
     return [leaves[i] for i in mine]
 
 
-def _map_file(
-    contents: Contents, source: Source, mine: Sequence[int], choice: Choice, parts: Mapping[int, Block]
-) -> list[Tensor]:
+def _map_file(contents: Contents, source: Source, mine: Sequence[int], choice: Choice, way: _Way) -> list[Tensor]:
     """Return leaves of one file as tensors on its mapped bytes, which are compared with their checksums."""
     plan = contents.plan
     specs = plan.specs
     begins = contents.places.begins
     assert isinstance(source.data, (LocalBytes, MappedBytes))
     data = source.data.map()
-    _check_mapped(contents, memoryview(data), mine, parts)
+    parts = way.parts
+    _check_mapped(contents, memoryview(data), mine, way)
     views = view_leaves(data, [specs[i] for i in mine], [begins[i] for i in mine])
     if parts:
         for k, i in enumerate(mine):
@@ -285,7 +303,7 @@ def _map_file(
     return views
 
 
-def _check_mapped(contents: Contents, view: memoryview, mine: Sequence[int], parts: Mapping[int, Block]) -> None:
+def _check_mapped(contents: Contents, view: memoryview, mine: Sequence[int], way: _Way) -> None:
     """Compare the checksums of leaves of one file, so far as they are recorded."""
     specs = contents.plan.specs
     places = contents.places
@@ -297,7 +315,8 @@ def _check_mapped(contents: Contents, view: memoryview, mine: Sequence[int], par
         recorded = digests[i]
         if recorded is not None:
             begin = begins[i]
-            check_bytes(names[i], view[begin : begin + specs[i].size_bytes], recorded, parts.get(i))
+            check_bytes(names[i], view[begin : begin + specs[i].size_bytes], recorded, way.parts.get(i))
+            way.tick(specs[i].size_bytes)
 
 
 def _dtype_of(contents: Contents, i: int, dtype: torch.dtype | None) -> torch.dtype:

@@ -9,8 +9,8 @@ import ctypes
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError, Unsuppo
 from tdfunc.storage.disk.commit import copy_mode, locked, naming, put_file, replace_named, settle, staged_folder, sweep
 from tdfunc.storage.disk.raw import memory_of, raw_bytes, write_all
 from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles, is_remote
+from tdfunc.storage.progress import bytes_bar
 from tdfunc.storage.safetensors.folder import join, read_index
 from tdfunc.storage.safetensors.header import is_ours, seal
 from tdfunc.storage.safetensors.index import INDEX, SINGLE, is_index
@@ -66,12 +67,14 @@ def write_file(fd: int, plan: FilePlan) -> str:
         for address, size_bytes, leaf in plan.work:
             if size_bytes > SMALL_BYTES or plan.values is not None:
                 write_all(fd, view[:used])
+                plan.tick(used)
                 used = 0
-                digests.append(_write_large(fd, values(leaf), size_bytes, stage))
+                digests.append(_write_large(fd, values(leaf), size_bytes, stage, plan.tick))
                 continue
             end = used + size_bytes
             if end > _BUFFER_BYTES:
                 write_all(fd, view[:used])
+                plan.tick(used)
                 used = 0
                 end = size_bytes
             if address:
@@ -81,6 +84,7 @@ def write_file(fd: int, plan: FilePlan) -> str:
             digests.append(hexdigest(view[used:end]))
             used = end
     write_all(fd, view[:used])
+    plan.tick(used)
     _check_unchanged(plan, digests)
     # A copy: where the file has to be written twice, the plan is used twice.
     head = bytearray(plan.head)
@@ -90,7 +94,9 @@ def write_file(fd: int, plan: FilePlan) -> str:
     return own
 
 
-def _write_large(fd: int, parts: Iterable[memoryview], size_bytes: int, stage: Any) -> str:
+def _write_large(
+    fd: int, parts: Iterable[memoryview], size_bytes: int, stage: Any, tick: Callable[[int], object]
+) -> str:
     state = xxhash.xxh3_64()
     for piece in parts:
         size_bytes -= len(piece)
@@ -101,6 +107,7 @@ def _write_large(fd: int, parts: Iterable[memoryview], size_bytes: int, stage: A
             piece = copy.data
         state.update(piece)
         write_all(fd, piece)
+        tick(len(piece))
     assert not size_bytes
     return state.hexdigest()
 
@@ -148,6 +155,20 @@ def pieces(leaf: Tensor) -> Iterator[memoryview]:
 
 def commit(plan: SavePlan, target: str, *, fsync: bool) -> None:
     """Write a plan to its place, a file or a folder of shards, which holds the old checkpoint or the new one."""
+    with _shown(plan, target) as shown:
+        _commit(shown, target, fsync)
+
+
+@contextmanager
+def _shown(plan: SavePlan, target: str) -> Generator[SavePlan]:
+    """Yield a plan that shows a progress bar while it is written."""
+    # The caller that computes the values may show their progress itself.
+    sizes = [file.size_bytes for file in plan.files if file.values is None]
+    with bytes_bar(f"save {os.path.basename(target)}", sum(sizes)) as tick:
+        yield plan._replace(files=[file._replace(tick=tick) for file in plan.files])
+
+
+def _commit(plan: SavePlan, target: str, fsync: bool) -> None:
     if is_remote(target):
         _upload(plan, target)
     elif plan.render is not None:
@@ -163,6 +184,11 @@ def commit(plan: SavePlan, target: str, *, fsync: bool) -> None:
 
 def write_into(plan: SavePlan, folder: str, *, fsync: bool) -> None:
     """Write a plan into a folder without other writers, which the caller makes durable; the index comes last."""
+    with _shown(plan, folder) as shown:
+        _write_into(shown, folder, fsync)
+
+
+def _write_into(plan: SavePlan, folder: str, fsync: bool) -> None:
     paths = [os.path.join(folder, name) for name in plan.names or [SINGLE]]
     digests = [_replace(put_file, file, path, fsync) for file, path in zip(plan.files, paths, strict=True)]
     if plan.render is not None:
@@ -192,7 +218,7 @@ def _commit_shards(plan: SavePlan, folder: str, fsync: bool) -> None:
                 has_single = not stat.S_ISDIR(os.lstat(single).st_mode)
             sweep(folder)
             with staged_folder(index) as place:
-                write_into(plan, place, fsync=fsync)
+                _write_into(plan, place, fsync)
                 _move_into(folder, place, plan.names, fd, fsync)
             if has_single:
                 if fsync:

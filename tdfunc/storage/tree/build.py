@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Size, Tensor, nn
 
@@ -234,10 +233,7 @@ def _nontensor(item: dict[str, Any], size: Size) -> NonTensorBase:
     shape = _batch(item.get("shape", size), size)
     if "value" in item:
         return NonTensorData(item["value"], shape)
-    array = np.empty(len(item["values"]), dtype=object)
-    for i, value in enumerate(item["values"]):
-        array[i] = value
-    return NonTensorStack._wrap(array.reshape(shape))
+    return NonTensorStack._of_values(item["values"], shape)
 
 
 def lazy_name() -> str:

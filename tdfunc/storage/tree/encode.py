@@ -19,7 +19,7 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.core.types import Kind, Path, Ties
 from tdfunc.storage.disk.ranks import is_sharded
-from tdfunc.storage.tree.objects import OBJECT, PlainObject, is_json, pack
+from tdfunc.storage.tree.objects import OBJECT, PlainObject, is_json, pack, pack_each
 from tdfunc.storage.tree.specs import FILE_CODES, Spec, find_surrogate, spec_for
 
 KIND_FLAGS = {Kind.PARAMETER: "p", Kind.BUFFER: "b", Kind.NON_PERSISTENT: "n", Kind.EXTRA_STATE: "x"}
@@ -208,7 +208,7 @@ class _Writer:
             if isinstance(value, Tensor):
                 items.append(self._tensor(name, value, size, flags))
                 continue
-            if isinstance(value, NonTensorData):
+            if isinstance(value, NonTensorBase):
                 value = self._pack(name, value)
             if isinstance(value, TensorCollection):
                 ties = below.get(key, ())
@@ -228,11 +228,16 @@ class _Writer:
         return children
 
     # Any: a value, or a node.
-    def _pack(self, name: str, value: NonTensorData) -> Any:
-        """Return the node of a plain object that JSON cannot hold; other values as they are."""
+    def _pack(self, name: str, value: NonTensorBase) -> Any:
+        """Return the node of plain objects that JSON cannot hold; other values as they are."""
+        refuse = partial(self._no_value, name)
+        if isinstance(value, NonTensorStack):
+            values = value._array.ravel().tolist()
+            return value if is_json(values) else pack_each(values, value.shape, refuse)
+        assert isinstance(value, NonTensorData)
         if isinstance(value.data, Tensor) or is_json(value.data):
             return value
-        return pack(value.data, value.shape, partial(self._no_value, name))
+        return pack(value.data, value.shape, refuse)
 
     def _fields(self, node: _Pending) -> str:
         """Write a node's fields, omitting those equal to its parent's."""
@@ -351,19 +356,13 @@ class _Writer:
         if isinstance(value, NonTensorData) and isinstance(value.data, Tensor):
             return self._tensor(name, value.data, Size(()), flags + IS_VALUE, own_shape)
         if isinstance(value, NonTensorData):
-            item = f'{{"value":{self._json(value.data, name)}'
+            item = f'{{"value":{_json(value.data)}'
         else:
             assert isinstance(value, NonTensorStack)
-            item = f'{{"values":{self._json(value._array.ravel().tolist(), name)}'
+            item = f'{{"values":{_json(value._array.ravel().tolist())}'
         if own_shape:
             item += f',"shape":{own_shape}'
         return f"{item}{_flags_field(flags)}}}"
-
-    def _json(self, value: Any, name: str) -> str:
-        """Write a value, which JSON must give back as it is."""
-        if not is_json(value):
-            raise self._no_value(name, "", f"{type(value).__name__} {value!r}")
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
     def _no_value(self, name: str, place: str, got: str) -> UnsupportedError:
         """Build the error for a value, or a part of it, that cannot be stored unchanged."""
@@ -399,6 +398,10 @@ class _Writer:
         return UnsupportedError(
             f"{self.call}: leaf {name} cannot be stored; nothing was written.", expected=expected, got=got, hint=hint
         )
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _class_name(tree: TensorCollection) -> str:

@@ -15,7 +15,7 @@ from torch import Size, Tensor, nn
 
 from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.errors import error
-from tdfunc.core.nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.nontensor import NonTensorBase, NonTensorData, NonTensorStack
 from tdfunc.storage.tree.specs import malformed
 
 MAX_DEPTH = 200
@@ -41,6 +41,8 @@ class PlainObject(TensorCollection):
 
 # The recorded name of this class; no module has it.
 OBJECT = "object"
+# The key of a description of one object for each element of a batch.
+_EACH = "each"
 
 
 def as_tree(value: Any, call: str) -> TensorCollection:
@@ -123,6 +125,13 @@ def pack(value: Any, size: Size, refuse: Callable[[str, str], Exception]) -> Pla
     packer = _Packer(refuse)
     own = packer.describe(value, ())
     return PlainObject._make(packer.data, size, static=Static(own=own))
+
+
+def pack_each(values: Sequence[Any], size: Size, refuse: Callable[[str, str], Exception]) -> PlainObject:
+    """Return the node of one plain object for each element of a batch, row by row."""
+    node = pack(list(values), size, refuse)
+    assert node._static is not None
+    return PlainObject._make(node._data, size, static=Static(own={_EACH: node._static.own}))
 
 
 class _Packer:
@@ -258,13 +267,19 @@ def _find_dtype(text: Any) -> "np.dtype[Any]":
     return dtype
 
 
-def unpack(data: Mapping[str, Any], own: Any, size: Size) -> NonTensorData:
-    """Return the plain object of a node, whose data may come from a file."""
+def unpack(data: Mapping[str, Any], own: Any, size: Size) -> NonTensorBase:
+    """Return the plain object of a node, or one for each element of its batch; its data may come from a file."""
+    has_each = type(own) is dict and own.keys() == {_EACH}
     unpacker = _Unpacker(data)
-    value = unpacker.read(own)
+    value = unpacker.read(own[_EACH] if has_each else own)
     if unpacker.used != set(data):
         raise malformed("an object with each of its tensors", f"{sorted(set(data) - unpacker.used)} in none")
-    return NonTensorData(value, size)
+    if not has_each:
+        return NonTensorData(value, size)
+    is_whole = type(value) is list and len(value) == size.numel()
+    if not is_whole:
+        raise malformed(f"a list of one object for each element of {list(size)}", repr(value)[:100])
+    return NonTensorStack._of_values(value, size)
 
 
 class _Unpacker:

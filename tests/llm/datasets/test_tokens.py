@@ -41,11 +41,11 @@ def padded_masks(lengths, side):
     return [[True] * length + [False] * (width - length) for length in lengths]
 
 
-def test_progress_is_shown(capfd):
+def test_progress_is_shown(terminal):
     """`progress=True` counts records."""
     load_tokens(TOKENIZER, ["a", "b", "c"], progress=True)
 
-    assert "3/3" in capfd.readouterr().err
+    assert "3/3" in terminal.readouterr().err
 
 
 @settings(max_examples=30, deadline=None)

@@ -304,10 +304,10 @@ ENDS = {"greedy": {}, "beams": {"num_beams": 2}, "an early end": {"eos_token_ids
 
 
 @pytest.mark.parametrize("options", ENDS.values(), ids=ENDS)
-def test_progress_is_shown(capfd, options):
+def test_progress_is_shown(terminal, options):
     """`progress=True` counts the tokens of a row, as many as are allowed."""
     lm, params, buffers = causal_lm(make("llama"))
 
     generate(lm, params, TD, buffers=buffers, max_new_tokens=3, progress=True, **options)
 
-    assert "3/3" in capfd.readouterr().err
+    assert "3/3" in terminal.readouterr().err

@@ -91,6 +91,7 @@ def model(request):
 
 
 # torch replaces its older functions.
+@pytest.mark.filterwarnings("ignore:apply. forward of Embedding scales rows")
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 def test_modules_equal_a_loop(model):
     """The outputs."""
@@ -104,6 +105,7 @@ def test_modules_equal_a_loop(model):
     assert_trees_equal(buffers, before)
 
 
+@pytest.mark.filterwarnings("ignore:apply. forward of Embedding scales rows")
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 def test_gradients_of_modules(model):
     """The gradients, with those of `backward`."""
