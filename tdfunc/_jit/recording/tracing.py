@@ -38,10 +38,11 @@ from tdfunc._jit.recording.reads import Read, make_read, serve
 from tdfunc._jit.results import Build, make_builder
 from tdfunc._jit.signature import refill
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.context import is_tracing, outside
+from tdfunc.core.context import in_vmap, is_tracing, outside
 from tdfunc.core.errors import CaptureError, ImmutableError, LeafMismatchError, UnsupportedError, user_line
 from tdfunc.core.memory import storage_id
 from tdfunc.core.pytree import flatten_with_paths
+from tdfunc.modules.batching.table import RULES
 from tdfunc.modules.functional import Apply
 
 _READ_DEVICE = torch.ops.prim.device.default
@@ -366,6 +367,10 @@ class Guard(TorchFunctionMode):
         serve_call = served.find(func)
         if serve_call is not None:
             return serve_call(func, *args, **kwargs)
+        # As in a forward: the function may call torch's vmap itself.
+        rule = RULES.get(func)
+        if rule is not None and in_vmap():
+            return rule(self, func, *args, **kwargs)
         return func(*args, **kwargs)
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:

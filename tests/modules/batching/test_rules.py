@@ -81,6 +81,16 @@ def test_recorded_gradients(name):
     torch.testing.assert_close(recorded(*case.args), gradient(*case.args), **TIGHT)
 
 
+@pytest.mark.parametrize("name", named(lambda case: case.recorded))
+def test_a_vmap_in_a_recorded_function(name):
+    """Without a forward around it: a record has the numbers of a loop, and torch warns of no function."""
+    case = CASES[name]
+    recorded = tdf.jit(vmap(case.fn, case.dims), captures="constants")
+    recorded(*case.args)
+
+    torch.testing.assert_close(recorded(*case.args), looped(case, case.fn), **TIGHT)
+
+
 @pytest.mark.parametrize("name", named(lambda case: case.second))
 def test_second_derivatives_by_differences(name):
     """The derivatives of the gradient, which torch's own kernels do not all have."""
