@@ -41,6 +41,7 @@ def test_concatenated_adapters_are_the_weighted_sum(name):
     tdf.assert_close(lora.merge(params, tree), expected, atol=1e-9, rtol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:apply. forward of Sequential scales rows:UserWarning")
 @pytest.mark.parametrize("name", MODULES)
 def test_a_combined_adapter_runs(name):
     """Attached to the function of the base."""
