@@ -82,7 +82,7 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
             return torch_checkpoint.checkpoint(fn, *args, use_reentrant=False, **kwargs)
         again = _with_same_variables(fn)
         if in_functorch():
-            return _in_transform(again, args, kwargs)
+            return _in_transform(_unmarked(again), args, kwargs)
 
         # Options of torch's have names that keywords of fn may have.
         def bound(*args: Any) -> Any:
@@ -117,16 +117,32 @@ def _answer(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return torch_checkpoint.checkpoint(function, *args, **kwargs)
 
 
-class Unmarked(TorchFunctionMode):
-    """Inside transforms, `x.requires_grad_()` does nothing.
+_MARKS = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # pyright: ignore[reportAttributeAccessIssue]
 
-    Models that checkpoint mark the output of their embeddings so, for the reentrant kind. torch refuses to do it there.
+
+class Unmarked(TorchFunctionMode):
+    """Inside transforms, `x.requires_grad_()` and `x.requires_grad = True` do nothing.
+
+    Models that checkpoint mark the output of their embeddings so, or T5 its position bias, for the reentrant kind.
+    torch refuses to do it there.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.requires_grad_ and in_functorch():
+        # A transform that begins inside marks its tensors itself, with leave of functorch.
+        if func in _MARKS and in_functorch() and not _functorch.get_inplace_requires_grad_allowed():
             return args[0]
         return func(*args, **(kwargs or {}))
+
+
+def _unmarked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose runs are `Unmarked`."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with Unmarked():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _runs_plainly() -> bool:

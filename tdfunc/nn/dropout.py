@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from tdfunc.core.errors import UnsupportedError, brief
+from tdfunc.core.errors import UnsupportedError, brief, explain, warn_user
 from tdfunc.modules.skeletons.copies import duplicate
 
 M = TypeVar("M", bound=nn.Module)
@@ -16,8 +16,8 @@ def with_dropout_rates(module: M) -> M:
     """Return a copy of a module whose dropout layers hold their rate as a buffer `p`.
 
     The rates are then leaves of the tree of buffers: each member of an ensemble can have its own, and a change does not
-    record a new trace in `tdfunc.jit`. `buffers.at[tdf.Filter("*.p")].set(rates)` sets them. Rates that are not of
-    layers, such as the `dropout` of `nn.MultiheadAttention`, remain numbers.
+    record a new trace in `tdfunc.jit`. `buffers.at[tdf.Filter("*.p")].set(rates)` sets them. Rates in attributes of
+    other modules, such as the `dropout` of `nn.MultiheadAttention`, remain numbers; a warning names them.
 
     Args:
         module: A module with `nn.Dropout`, `nn.Dropout1d`, `nn.AlphaDropout` or a similar layer.
@@ -49,4 +49,23 @@ def with_dropout_rates(module: M) -> M:
             rate = layer.p
             del layer.p
             layer.register_buffer("p", torch.tensor(rate))
+    left = _rates_left(new)
+    if left:
+        warn_user(
+            explain(
+                "with_dropout_rates: these rates are not of dropout layers, and remain numbers for all members.",
+                got=brief(left),
+                hint="set them to 0 before the call, or write the layer with an nn.Dropout.",
+            )
+        )
     return new  # pyright: ignore[reportReturnType]
+
+
+def _rates_left(module: nn.Module) -> list[str]:
+    """Return the attributes of a module and its parts that are called a dropout, with their rates, where these drop."""
+    left: list[str] = []
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if "dropout" in name and isinstance(value, float) and value > 0:
+                left.append(f"{path}.{name}={value}".lstrip("."))
+    return left

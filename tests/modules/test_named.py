@@ -117,3 +117,27 @@ def test_outside_of_transforms_it_is_torchs():
     out.sum().backward()
 
     torch.testing.assert_close(x.grad, 2 * x.detach().cos())
+
+
+MARKS = {
+    "assigned": lambda x: setattr(x, "requires_grad", True),
+    "called": lambda x: x.requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("run", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("mark", MARKS.values(), ids=MARKS)
+def test_a_tensor_that_the_function_marks(mark, run):
+    """T5 marks its position bias, which torch refuses or takes for a tensor from outside."""
+    params = TensorDict({"w": torch.randn(3, 3, dtype=torch.float64)})
+    x = torch.randn(4, 3, dtype=torch.float64)
+
+    def layer(w, x):
+        bias = torch.ones(3, dtype=torch.float64)
+        mark(bias)
+        return torch.tanh(x @ w + bias)
+
+    found = tdf.grad(lambda params: run(layer, params["w"], x).square().sum())(params)
+
+    wanted = grad(lambda w: torch.tanh(x @ w + 1).square().sum())(params["w"])
+    torch.testing.assert_close(found["w"], wanted)

@@ -330,3 +330,33 @@ def test_draws_by_a_key_are_repeated(name, way):
         found.append(way(loss, params, tdf.random.key(3)).detach())
 
     tdf.assert_close(*found)
+
+
+class Forces(nn.Module):
+    """A potential by recomputed layers, and its gradient by the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.run = nn.Linear(3, 3), torch.utils.checkpoint.checkpoint
+
+    def forward(self, x):
+        def potential(x):
+            return self.run(self.layer, x, use_reentrant=False).tanh().sum()
+
+        return torch.func.grad(potential)(x)
+
+
+def test_a_gradient_inside_forward():
+    """What transforms mark inside of forward stays marked: without it their gradients are 0, in silence."""
+    module = Forces().double()
+    apply, params, _ = tdf.functional(module)
+    x = torch.randn(2, 3, dtype=torch.float64)
+
+    def wanted(params):
+        def potential(x):
+            return (x @ params["layer", "weight"].mT + params["layer", "bias"]).tanh().sum()
+
+        return torch.func.grad(potential)(x).square().sum()
+
+    found = tdf.grad(lambda params: apply(params, x).square().sum())(params)
+    tdf.assert_close(found, tdf.grad(wanted)(params))

@@ -165,3 +165,16 @@ def test_a_module_without_dropout_is_refused():
     """With the layers that it has."""
     with pytest.raises(tdf.UnsupportedError, match=r"(?s)no dropout layer.*nn.Dropout.*Linear.*F.dropout"):
         with_dropout_rates(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5), r"\['self_attn\.dropout=0\.5'\]"),
+        (lambda: nn.Sequential(nn.Dropout(0.1), nn.LSTM(2, 3, 2, dropout=0.25)), r"\['1\.dropout=0\.25'\]"),
+    ],
+)
+def test_rates_that_are_not_of_layers_are_named(make, names):
+    """A sweep would compare members that drop with another rate than theirs."""
+    with pytest.warns(UserWarning, match=rf"these rates are not of dropout layers.*\n.*got: *{names}"):
+        with_dropout_rates(make())

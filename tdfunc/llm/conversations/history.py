@@ -36,6 +36,7 @@ from tdfunc.llm.messages.message import (
     read_messages,
     read_tools,
     show_message,
+    with_system,
 )
 from tdfunc.llm.templates.base import AbstractTemplate
 from tdfunc.llm.templates.find import find_template
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 # The fields whose values are lists: a list of such lists, or None, is a value for each message.
+# The entries of a conversation that are read beside its messages.
+_KEPT = ("tools", "system")
 _LISTS = ("tool_calls", "tool_responses", "tools", "token_ids")
 
 
@@ -412,7 +415,7 @@ def _read_chats(cls: Any, chats: Any, where: str) -> Any:
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise error(TypeError, f"{where}: a conversation has no list of messages.", got=repr(chats)[:200])
         _warn_of_entries({name: value for name, value in chats.items() if name != entry}, where)
-        read = read_messages(messages, where)
+        read = with_system(read_messages(messages, where), chats, where)
         tools = read_tools(chats.get("tools"), where)
         if tools:
             read = [{**message, "tools": tools} for message in read]
@@ -431,7 +434,7 @@ def _read_chats(cls: Any, chats: Any, where: str) -> Any:
 
 def _warn_of_entries(chat: Mapping[str, Any], where: str) -> None:
     """Warn of entries of a conversation beside its messages that a history does not keep, such as `functions`."""
-    others = [name for name, value in chat.items() if name != "tools" and value is not None]
+    others = [name for name, value in chat.items() if name not in _KEPT and value is not None]
     if others:
         # Without the number of the conversation, so that Python shows it once.
         warnings.warn(

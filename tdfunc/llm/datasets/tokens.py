@@ -29,7 +29,7 @@ from tdfunc.llm.encoding.padding import EncodedRow, Layout, pad_id_of, row_tree,
 from tdfunc.llm.encoding.text import added_counts, text_rows, tokenizer_digest, with_eos
 from tdfunc.llm.encoding.trained import check_masks, check_untrained, find_loss, report_losses
 from tdfunc.llm.messages.columns import Conversation
-from tdfunc.llm.messages.message import read_messages, read_tools
+from tdfunc.llm.messages.message import read_messages, read_tools, with_system
 from tdfunc.llm.templates.base import text_tokenizer
 from tdfunc.llm.templates.find import find_template
 from tdfunc.llm.templates.jinja import JinjaTemplate
@@ -40,7 +40,7 @@ from tdfunc.storage.disk.remote import local_folder
 from tdfunc.storage.progress import progress_bar
 
 # In the key of a cache: another number where stored rows change.
-_FORMAT = 5
+_FORMAT = 6
 _CHUNK = 1024
 _WHOLE = "rows"
 # Entries of a column that are not of one value for each token.
@@ -273,10 +273,10 @@ def load_tokens(
             text counts as a dict with `text`. Files are streamed; the records of an iterable are kept in memory while
             they are tokenized.
         columns: The entry of a record to tokenize. It is a text, or a conversation (a list of messages of OpenAI or
-            ShareGPT), which the chat template renders with the record's `tools`, a list or its JSON text. A tuple of
-            two entries is a prompt with its response, which are two texts or two lists of messages. A dict makes
-            several columns, by name. Conversations and responses have `assistant_masks`. A response that is a text has
-            no end of turn unless its text has one.
+            ShareGPT), which the chat template renders with the record's `tools` (a list or its JSON text) and behind
+            its `system` (a text). A tuple of two entries is a prompt with its response, which are two texts or two
+            lists of messages. A dict makes several columns, by name. Conversations and responses have
+            `assistant_masks`. A response that is a text has no end of turn unless its text has one.
         cache_dir: The folder of caches; without it the tokens are in a temporary file.
         chat_template: A template of `tdfunc.llm` or a Jinja text; by default the tokenizer's own template.
         add_special_tokens: Add the tokens that the tokenizer puts around a text, unless the text begins with the first.
@@ -303,7 +303,7 @@ def load_tokens(
         entries = {_WHOLE: columns}
     plan = _Plan(tokenizer, entries, chat_template, add_special_tokens, add_eos_token)
     pad_id = pad_id_of(text_tokenizer(tokenizer))
-    records = Records(source, plan.entries, ("tools",))
+    records = Records(source, plan.entries, ("tools", "system"))
     if cache_dir is None:
         made = _tokenize(plan, records, None, progress)
     else:
@@ -409,6 +409,7 @@ class _Plan:
         for i, record in enumerate(records, first):
             where = f"Record {i}"
             parts = [read_messages(record[name], where) for name in names]
+            parts[0] = with_system(parts[0], record, where)
             prompts.append(len(parts[0]) if len(parts) == 2 else 0)
             chats.append(Conversation([*chain(*parts)], read_tools(record.get("tools"), where)))
         template = find_template(self.chat_template, self.tokenizer)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tdfunc.core.errors import MissingKeyError, error
+from tdfunc.core.errors import MissingKeyError, brief, error
 from tdfunc.core.keys import did_you_mean
 from tdfunc.llm.messages.content import as_content, text_of
 from tdfunc.llm.messages.sharegpt import from_sharegpt
@@ -297,6 +297,33 @@ def is_message(item: Any) -> bool:
 def messages_entry(conversation: Mapping[str, Any]) -> str | None:
     """Return the entry of a complete conversation that contains its messages; None if it has none."""
     return next((name for name in _MESSAGES if name in conversation), None)
+
+
+def with_system(messages: list[Message], conversation: Mapping[str, Any], where: str) -> list[Message]:
+    """Return messages behind the message of the entry `system` of their conversation, which data sets of ShareGPT have.
+
+    Args:
+        messages: The messages of the conversation.
+        conversation: A complete conversation, or a record that contains one.
+        where: The place of the conversation, for messages of errors.
+
+    Raises:
+        TypeError: The entry is not a text.
+        ValueError: The messages begin with another system message.
+    """
+    text = conversation.get("system")
+    if text is None or text == "":
+        return messages
+    if not isinstance(text, str):
+        raise error(TypeError, f"{where}: the entry 'system' is not a text.", got=brief(text))
+    if messages and messages[0].get("role") == "system":
+        raise error(
+            ValueError,
+            f"{where}: the conversation has an entry 'system', and begins with a system message.",
+            expected="one of the two",
+            got=brief([text, messages[0].get("content")]),
+        )
+    return [{"role": "system", "content": text}, *messages]
 
 
 def as_compared(message: Mapping[str, Any]) -> Message:

@@ -446,3 +446,35 @@ def test_the_first_batch_is_a_count(start, kind):
 
     with pytest.raises(kind, match="batches: start"):
         data.batches(1, start=start)
+
+
+SYSTEM = {"role": "system", "content": "be red"}
+TURNS = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+
+
+@pytest.mark.parametrize("name", ["conversations", "messages"])
+def test_the_entry_system_is_the_first_message(name):
+    """Records of ShareGPT have it beside the conversation; without it, a model learns to do without instructions."""
+    records = [{"system": "be red", name: TURNS}, {name: [SYSTEM, *TURNS]}]
+    found, wanted = load_tokens(TOKENIZER, records, columns=name, chat_template=chatml)
+
+    assert torch.equal(found["input_ids"], wanted["input_ids"])
+
+
+def test_a_history_begins_with_the_entry_system():
+    """Every reader of conversations reads it."""
+    found = History.from_chats({"system": "be red", "conversations": TURNS})
+    assert found.to_chats() == History.from_chats([SYSTEM, *TURNS]).to_chats()
+
+
+@pytest.mark.parametrize(
+    ("chat", "cls", "pattern"),
+    [
+        ({"system": 3, "messages": TURNS}, TypeError, "the entry 'system' is not a text"),
+        ({"system": "be red", "messages": [SYSTEM, *TURNS]}, ValueError, "has an entry 'system', and begins with"),
+    ],
+)
+def test_an_entry_system_that_cannot_be_read(chat, cls, pattern):
+    """One of two instructions would be a guess."""
+    with pytest.raises(cls, match=pattern):
+        History.from_chats(chat)
