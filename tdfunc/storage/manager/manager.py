@@ -615,7 +615,7 @@ def _describe(metadata: Mapping[str, Any]) -> dict[str, Any]:
                 f"save: metadata[{key!r}] cannot be stored; nothing was written.",
                 expected="str, bool, None, finite numbers, lists, and dicts with str keys",
                 got=f"{type(value).__name__}: {reason}"[:300],
-                hint="convert it: float(x), list(x), str(x); None stands for a missing value.",
+                hint="convert it: float(x), x.tolist(), str(x); None stands for a missing value.",
             )
         described.update(back)
     return described
