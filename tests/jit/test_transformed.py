@@ -102,6 +102,14 @@ def run(fn, w, ids):
         return "raises"
 
 
+def are_equal(result, other):
+    """Whether results are equal up to rounding: a record sums by a rule where torch loops over the members."""
+    if isinstance(result, str) or isinstance(other, str):
+        return result == other
+    pairs = zip(result, other, strict=True)
+    return all([torch.allclose(torch.tensor(x), torch.tensor(y), rtol=1e-6, equal_nan=True) for x, y in pairs])
+
+
 # torch warns where a map is a loop, and of memory that it must copy.
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:.*input value tensor is non-contiguous")
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -118,7 +126,7 @@ def test_a_transform_is_refused_only_where_the_function_is(name, transform, gene
     got = [run(jitted, w, ids) for ids in calls]
 
     is_refused = run(jit(fn), w, calls[0]) == "refused"
-    assert got == expected or is_refused or "raises" in expected
+    assert is_refused or "raises" in expected or all(map(are_equal, got, expected))
 
 
 READERS = ["boolean index", "repeat_interleave by counts", "tensor_split by places", "unique", "bincount"]

@@ -106,6 +106,7 @@ class Writer(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:apply. forward of Writer writes the attributes:UserWarning")
 def test_writes_are_put_back():
     """Nothing that a forward writes on itself goes from one compiled call to the next, or stays on the skeleton."""
     apply, params, buffers = functional(Writer())
