@@ -378,10 +378,10 @@ class Results:
         assert isinstance(scores, Tensor)
         _check_scores(hyper, scores)
         columns = {dotted(path): leaf for path, leaf in iter_leaves(hyper) if leaf.dim() == 1}
-        self.order = rank(scores, mode=mode)
+        self.order: Tensor = rank(scores, mode=mode)
         self.mode: Mode = mode
-        self.scores = scores
-        self.hyper = hyper
+        self.scores: Tensor = scores
+        self.hyper: TensorCollection = hyper
         self._columns = columns
         self._state = state
 
