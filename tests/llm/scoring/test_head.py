@@ -185,6 +185,7 @@ def test_no_tensor_of_all_positions_and_the_vocabulary_exists(wanted):
     assert max(each.nbytes() for each in events) <= size * 1000 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("temperature", [1.0, 0.7, "each"])
 def test_gradients_are_the_same_when_compiled(temperature, generator):
