@@ -84,7 +84,7 @@ SUITE = Suite(
     "sequences of 24 times with 4 numbers each. The loop has one `torch.optim.Adam(fused=True)` per member. equinox "
     "has its cells in `lax.scan` under `filter_jit`, with optax and donation, in a separate process on one core. "
     "tdfunc runs an LSTM in float32 by the kernel of torch's own `nn.LSTM`, to the same bits, and a GRU by one "
-    "batched product per time.",
+    "batched product per time. The first calls are the record and two whole steps.",
     recurrent_cases,
     (
         Row("Adam step of LSTMs", LOOP, 0.97, "faster", _titles("LSTM"), why=KERNEL),
