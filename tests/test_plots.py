@@ -132,7 +132,8 @@ def test_colors():
     hyper = sweep.grid(lr=[1e-3, 1e-2, 1e-1])
     ax = plots.sweep_table(hyper, torch.tensor([1.0, 2.0, 3.0]), ax=new_axes())
     cells = [sum(to_rgb(each.get_facecolor()[0])) for each in ax.collections]
-    lr, score = cells[4::3], cells[5::3]
+    lr = cells[4::3]
+    score = cells[5::3]
 
     assert sorted(lr, reverse=True) == lr
     assert sorted(score) == score

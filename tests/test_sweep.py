@@ -156,7 +156,9 @@ def test_results_name_the_best_member():
 
     results = sweep.Results(hyper, torch.tensor([3.0, 1.0, 2.0, math.nan]), mode="max")
 
-    assert (results.best_member, results.best_score, results.best_hyper) == (0, 3.0, {"lr": 0.5, "width": 16})
+    assert results.best_member == 0
+    assert results.best_score == 3.0
+    assert results.best_hyper == {"lr": 0.5, "width": 16}
 
 
 def test_results_of_early_stopping_show_who_has_stopped():

@@ -33,7 +33,7 @@ _EFFORT = Effort(rounds=9, passes=1, round_s=0.002, longest_s=0.6)
 class Found(NamedTuple):
     """A row's result: each check is "right", "wrong" or the first line of an error.
 
-    `way` is how `Ensemble` ran the forward, `reason` why it ran as a loop; `warns` if torch warned of its own vmap.
+    `way` is how `Ensemble` ran the forward, `reason` why it ran as a loop; `warns` if torch warned of a loop in vmap.
     """
 
     forward: str

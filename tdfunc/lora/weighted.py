@@ -66,7 +66,7 @@ def add_weighted(
         The pair (lora, tree). Its scale is 1, because the factors contain the scales and weights.
 
     Raises:
-        ValueError: There is not one weight for each adapter, there are no adapters, or `combination_type` is unknown.
+        ValueError: The numbers of weights and adapters differ, both are 0, or `combination_type` is unknown.
         LeafMismatchError: The ranks of a weight differ, for "linear"; or an adapter does not fit the base.
         UnsupportedError: An adapter is not a sum: it has magnitudes of DoRA, or leaves that are trained whole.
 

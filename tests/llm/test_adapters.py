@@ -200,7 +200,7 @@ def test_a_wrapper_with_adapters_names_its_parameters(given):
     wrapper, params, lora, _, td = wrapped(False)
     options = {"none": {}, "a tree": {"params": params}}[given]
 
-    with pytest.raises(TypeError, match=r"(?s)params are not those.*params=\(params, adapters\)"):
+    with pytest.raises(TypeError, match=r"(?s)params do not belong to the wrapper.*params=\(params, adapters\)"):
         lora.attach(wrapper)(td, **options)
 
 
@@ -208,7 +208,7 @@ def test_a_wrapper_without_adapters_refuses_a_pair():
     """The message says how adapters are attached."""
     wrapper, params, _, adapters, td = wrapped(False)
 
-    with pytest.raises(TypeError, match=r"(?s)params are not those.*lora.attach\(wrapper\)"):
+    with pytest.raises(TypeError, match=r"(?s)params do not belong to the wrapper.*lora.attach\(wrapper\)"):
         wrapper(td, params=(params, adapters))
 
 
@@ -233,7 +233,7 @@ def drawn_by(run, params, policy, buffers, seed):
 
 @pytest.mark.parametrize("records", [False, True])
 def test_a_step_of_grpo_trains_all_adapters_as_each_alone(records):
-    """Mapped over stacked adapters with their own prompts and rewards; recorded by `jit`, too."""
+    """A map over stacked adapters, each with separate prompts and rewards, also in a record of `jit`."""
     torch.manual_seed(0)
     lm, params, buffers = causal_lm(llama(eos_token_id=None, attn_implementation="eager"))
     lora = tdf.lora.Lora("*_proj.weight", rank=2)

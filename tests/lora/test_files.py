@@ -397,7 +397,7 @@ ERRORS = {
     "rows without tokens": (lambda: load_peft(GOOD | TOKEN_ROWS), MISFIT, "trainable_token_indices"),
     "other tokens": (lambda: load_peft(GOOD | TOKEN_ROWS, trainable_token_indices=[1]), MISFIT, "got:      1 numbers"),
     "a token beyond": (lambda: load_peft(GOOD | TOKEN_ROWS, trainable_token_indices=[1, 9]), MISFIT, "too few rows"),
-    "tokens that are no numbers": (lambda: load_peft(GOOD, trainable_token_indices=["a"]), UNSUPPORTED, "numbers of r"),
+    "tokens by name": (lambda: load_peft(GOOD, trainable_token_indices=["a"]), UNSUPPORTED, "numbers of r"),
     "a start in the base": (lambda: load_peft(GOOD, init_lora_weights="pissa"), UNSUPPORTED, "pissa"),
     "one of two tied weights": (lambda: load_peft(under("head", pair(6, 11)), TIED), UNSUPPORTED, "weight are one"),
     "parts of one tied weight": (lambda: load_peft(ONE_BIAS, TIED_LINEAR), UNSUPPORTED, "adapters that differ"),

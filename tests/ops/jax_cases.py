@@ -129,7 +129,8 @@ def test_other_leaves():
     )
 
     assert sorted(tree.keys()) == ["b", "f", "n", "s"]
-    assert (tree["n"].dtype, tree["f"].dtype, tree["b"].dtype) == (torch.int32, torch.float64, torch.bfloat16)
+    dtypes = {name: tree[name].dtype for name in "nfb"}
+    assert dtypes == {"n": torch.int32, "f": torch.float64, "b": torch.bfloat16}
     assert tdf.to_jax(tree.select("n", "s"))["s"] == "text"
 
 

@@ -98,7 +98,8 @@ def maml_by_hand(weight, bias, tasks, rate, momentum):
     """Return the outer loss: steps of momentum written out, as `higher` takes them."""
     total = 0.0
     for task in tasks:
-        now, moved = [weight, bias], [0.0, 0.0]
+        now = [weight, bias]
+        moved = [0.0, 0.0]
         for _ in range(STEPS):
             slopes = torch.autograd.grad(error(*now, task["x"], task["y"]), now, create_graph=True)
             moved = [momentum * old + slope for old, slope in zip(moved, slopes, strict=True)]

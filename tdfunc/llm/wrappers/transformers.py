@@ -129,7 +129,7 @@ class TransformersWrapper(LLMWrapperBase):
         got = "no parameters" if given is None else f"a {type(given).__name__}"
         return error(
             TypeError,
-            f"{type(self).__name__}: params are not those of the wrapper.",
+            f"{type(self).__name__}: params do not belong to the wrapper.",
             expected=expected,
             got=got,
             hint=hint,

@@ -1,4 +1,4 @@
-"""Entropies and likeliest tokens beside log-probs: those of each sequence alone, in every layout."""
+"""Entropies and likeliest tokens beside log-probs equal the results of each sequence alone, in every layout."""
 
 import copy
 
