@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -85,13 +86,26 @@ def describe_machine() -> dict[str, str]:
 
 
 def _processor() -> str:
+    """Return the model's name, with its generation where one name stands for several."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:
         return platform.processor() or "unknown"
-    return next(
-        (line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), "unknown"
-    )
+    fields = dict(re.findall(r"^([^\t\n]+)\t*: (.*)$", first, re.MULTILINE))
+    name = fields.get("model name", "unknown")
+    if fields.get("vendor_id") != "AuthenticAMD":
+        return name
+    generation = _amd_generation(int(fields["cpu family"]), int(fields["model"]))
+    return f"{name} ({generation})"
+
+
+def _amd_generation(family: int, model: int) -> str:
+    """Return the name of a core by its family, as in AMD's revision guides: clouds call each of them "AMD EPYC"."""
+    if family == 26:
+        return "Zen 5"
+    if family == 25:
+        return "Zen 3" if model < 0x10 or 0x20 <= model < 0x60 else "Zen 4"
+    return f"family {family}"
 
 
 def version_of(name: str) -> str:
