@@ -1,11 +1,10 @@
-"""Writes operations*.md, reliability_counts.md, the SBOM; tables of transforms_table, random_quality and models.md."""
+"""Writes the SBOM and the tables of reliability.md, transforms_table.md and models.md."""
 
 from benchmarks.models import page as models
 from benchmarks.pages import operations, sbom, transform_table
-from benchmarks.randomness import __main__ as randomness
-from benchmarks.reliability import __main__ as reliability
+from benchmarks.trust import __main__ as trust
 
-WRITERS = (transform_table, reliability, randomness, models, sbom)
+WRITERS = (transform_table, trust, models, sbom)
 
 if __name__ == "__main__":
     for writer in WRITERS:
