@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,10 +23,14 @@ from tdfunc.ops.edits.structure import keep_leaves
 Wrt: TypeAlias = "FilterLike | Sequence[FilterLike | None] | None"
 
 
-# Any: fn takes and returns what it likes.
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+# Any: a tree, a tuple of trees or a pair, as `argnums` and `has_aux` are.
 def grad(
-    fn: Callable[..., Any], wrt: "Wrt" = None, *, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
-) -> Callable[..., Any]:
+    fn: Callable[P, Any], wrt: "Wrt" = None, *, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[P, Any]:
     """Return a function for the gradients of a scalar by leaves of a tree.
 
     Args:
@@ -60,7 +64,7 @@ def grad(
     both = value_and_grad(fn, wrt, argnums=argnums, has_aux=has_aux)
 
     @functools.wraps(fn)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: P.args, **kwargs: P.kwargs) -> Any:
         value, grads = both(*args, **kwargs)
         if has_aux:
             return grads, value[1]
@@ -70,8 +74,8 @@ def grad(
 
 
 def value_and_grad(
-    fn: Callable[..., Any], wrt: "Wrt" = None, *, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
-) -> Callable[..., Any]:
+    fn: Callable[P, R], wrt: "Wrt" = None, *, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[P, tuple[R, Any]]:
     """Return a function for the value of a scalar and its gradients by leaves of a tree; arguments as for `grad`.
 
     Returns:
@@ -86,8 +90,11 @@ def value_and_grad(
     places = (argnums,) if isinstance(argnums, int) else argnums
     filters = _filters_of(wrt, len(places))
 
+    # Any: trees in place of some arguments.
+    call: Callable[..., Any] = fn
+
     @functools.wraps(fn)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: P.args, **kwargs: P.kwargs) -> Any:
         distinct = {place % max(len(args), 1) for place in places}
         if len(distinct) < len(places):
             raise error(ValueError, "grad: argnums names an argument twice.", got=brief(argnums))
@@ -98,7 +105,7 @@ def value_and_grad(
             given = list(args)
             for place, choice, leaves in zip(places, chosen, columns, strict=True):
                 given[place] = _put(choice, leaves)
-            out = fn(*given, **kwargs)
+            out = call(*given, **kwargs)
             if not has_aux:
                 return _check_value(out)
             _check_pair(out)
