@@ -135,7 +135,11 @@ def _windows_locks():
 
     def locking(fd, mode, size):
         at = os.lseek(fd, 0, os.SEEK_CUR)
-        kind = fcntl.F_UNLCK if mode == made.LK_UNLCK else fcntl.F_WRLCK
+        # Linux locks a file that is open to be read against writers alone; Windows needs no more for a lock.
+        is_writable = fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_RDWR | os.O_WRONLY)
+        kind = fcntl.F_WRLCK if is_writable else fcntl.F_RDLCK
+        if mode == made.LK_UNLCK:
+            kind = fcntl.F_UNLCK
         try:
             fcntl.fcntl(fd, _F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, at, size, 0))
         except OSError as err:

@@ -3,6 +3,7 @@
 `save` and `check` in place of `all` are for tests that kill the process: one saves for ever, and one reads.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -205,6 +206,7 @@ def mapped_files(folder):
     # Without the maps, the next save removes what is left.
     loaded.clear()
     del first
+    gc.collect()
     for kind in ("file", "shards"):
         SAVES[kind](tree_of(3), folder)
     made.save(2, tree_of(2))

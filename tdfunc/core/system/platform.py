@@ -67,8 +67,8 @@ _WILLNEED = 3
 _DONTNEED = 4
 # The unit of `st_blocks`.
 _STAT_BYTES = 512
-# Behind the end of every file, since Windows lets no other process read or write locked bytes.
-_LOCK_AT = 1 << 62
+# Behind the end of files of less than a TiB: on Windows no other process reads or writes locked bytes.
+_LOCK_AT = 1 << 40
 _LOOK_S = 0.02
 # For so long a file that another program has open is tried again.
 _PATIENCE_S = 2.0
