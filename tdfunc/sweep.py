@@ -32,11 +32,12 @@ from tdfunc.core.errors import (
 )
 from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.system import platform
 from tdfunc.distributed.messages import classes_of
 from tdfunc.ensemble.draws import run_seeded
 from tdfunc.ops.base.reading import iter_items
 from tdfunc.random.draws import KeyLike, key_of
-from tdfunc.storage.disk.commit import Descriptor, lock
+from tdfunc.storage.disk.commit import Descriptor
 from tdfunc.storage.disk.raw import raw_bytes
 from tdfunc.storage.disk.remote import local_folder
 from tdfunc.storage.manager.manager import CheckpointManager
@@ -537,9 +538,9 @@ class _Blocks(NamedTuple):
     def __call__(self, rows: Any) -> None:
         start = rows["run"]
         first = int(rows["member"][0])
-        with Descriptor(f"{self.folder}/members-{first:06d}.lock", os.O_CREAT | os.O_RDWR, 0o666) as fd:
+        with Descriptor(f"{self.folder}/members-{first:06d}.lock", platform.LOCK_FILE, 0o666) as fd:
             try:
-                lock(fd)
+                platform.lock_file(fd)
             except BlockingIOError:
                 return
             except OSError:

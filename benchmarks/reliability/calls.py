@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.reliability.children import forked
 from benchmarks.reliability.kills import KINDS, AbstractKind
+from tdfunc.core.system import platform
 from tdfunc.storage.disk import commit
 
 # Elements of a small leaf.
@@ -97,7 +98,7 @@ class _Calls:
 
 def _disturbed(plan: Disturbance, work: Callable[[], object]) -> tuple[int, BaseException | None]:
     """Run work with a disturbance; return the number of calls, and the error."""
-    calls, libc = _Calls(plan), commit._libc
+    calls, libc = _Calls(plan), platform._libc
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -106,7 +107,7 @@ def _disturbed(plan: Disturbance, work: Callable[[], object]) -> tuple[int, Base
         stack.enter_context(mock.patch.object(os, "fsync", return_value=None))
         for place, name in [*((os, name) for name in _CALLS), (builtins, "open"), (fcntl, "flock")]:
             stack.enter_context(mock.patch.object(place, name, calls.wrap(getattr(place, name))))
-        stack.enter_context(mock.patch.object(commit, "_libc", fake))
+        stack.enter_context(mock.patch.object(platform, "_libc", fake))
         try:
             work()
         except Exception as err:

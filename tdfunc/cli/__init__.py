@@ -6,13 +6,13 @@
 import importlib
 import importlib.util
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
 
 import torch
 
+from tdfunc.core.system import platform
 from tdfunc.ops.display.text import printable
 
 _TROUBLE = 2
@@ -27,9 +27,8 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: The arguments. By default the arguments of the process.
     """
-    if args is None and hasattr(signal, "SIGPIPE"):
-        # A reader that has gone ends this process, as in `tdfunc show x | head -1`.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if args is None:
+        platform.end_with_reader()
     lacking = [name for name in ("rich", "typer") if importlib.util.find_spec(name) is None]
     if lacking:
         sys.exit(f"tdfunc: the command line needs {' and '.join(lacking)}: pip install 'tdfunc[cli]'")
@@ -47,7 +46,8 @@ def main(args: Sequence[str] | None = None) -> None:
     except Exception as err:
         if isinstance(err, OSError) and err.errno is not None and err.filename is None:
             # Output that cannot be written: else the interpreter tries again when it ends.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            with open(os.devnull, "w", encoding="utf-8") as nothing:
+                os.dup2(nothing.fileno(), sys.stdout.fileno())
         if debug:
             text = "".join(traceback.format_exception(err)).rstrip()
         else:

@@ -21,9 +21,10 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError, damaged
 from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
 from tdfunc.core.nontensor import NonTensorBase, NonTensorData
+from tdfunc.core.system import platform
 from tdfunc.core.ties import groups_by_path
 from tdfunc.core.types import Kind, Path
-from tdfunc.storage.disk.commit import locate
+from tdfunc.storage.disk.commit import Folder, locate
 from tdfunc.storage.disk.commit import naming as naming_system
 from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteBytes, RemoteFiles, find, is_remote
 from tdfunc.storage.manager.steps import (
@@ -92,7 +93,7 @@ class FileLeaf(NamedTuple):
 class MemmapLeaf(NamedTuple):
     """A leaf in a memmap folder: one file, which is opened while it is read."""
 
-    root: int
+    root: Folder
     file: LeafFile
     digest: None = None
 
@@ -111,7 +112,7 @@ class MemmapLeaf(NamedTuple):
         with leaf_file as fd:
             for at in range(0, total, count):
                 part = torch.empty(min(count, total - at), dtype=file.dtype)
-                read_bytes = os.preadv(fd, [as_view(part)], at * itemsize)
+                read_bytes = platform.read_at(fd, as_view(part), at * itemsize)
                 if read_bytes < part.numel() * itemsize:
                     raise damaged(f"{what}: its file was cut short while it was read.")
                 yield part

@@ -4,7 +4,6 @@ Every test of this kind in the package is one of these predicates; each says whe
 locks of the package are made here, because the caller may be in a forked process.
 """
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -18,6 +17,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from tdfunc.core.system import platform
 
 # torch has no public names for these.
 _peek: Callable[[], Any] = _functorch.peek_interpreter_stack
@@ -51,8 +52,7 @@ def _free_locks() -> None:
             lock._at_fork_reinit()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_free_locks)
+platform.call_in_forks(_free_locks)
 
 
 def in_functorch() -> bool:

@@ -4,9 +4,6 @@ A tensor's place is a range of bytes: interleaved views of one storage, such as 
 overlapping. The file is an attribute of the storage, which views share and copies lack.
 """
 
-import ctypes
-import os
-import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
@@ -17,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tdfunc.core.context import is_compiling
+from tdfunc.core.system import platform
 
 # "c": copy-on-write, writes stay in the memory of this process. "r+": writes reach the file.
 MapMode: TypeAlias = Literal["c", "r+"]
@@ -240,14 +238,6 @@ class Places:
 MIN_BYTES = 16 << 20
 _MAX_BYTES = 1 << 30
 _SAMPLES = 4
-_WILLNEED = 3
-_DONTNEED = 4
-_libc: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-_mincore: Any = getattr(_libc, "mincore", None)
-if _mincore is not None:
-    # With types given, ints are taken as they are, which is faster.
-    _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-_PAGE = os.sysconf("SC_PAGESIZE") if hasattr(os, "sysconf") else 4096
 
 
 def read_rows_ahead(leaf: Tensor, rows: Tensor) -> None:
@@ -256,7 +246,7 @@ def read_rows_ahead(leaf: Tensor, rows: Tensor) -> None:
     A cold gather then waits for the disk once; without it each row is a page fault that also reads its surroundings.
     """
     count = rows.numel()
-    if _mincore is None or not count or mapped_file(leaf) is None:
+    if not platform.KNOWS_PAGES or not count or mapped_file(leaf) is None:
         return
     start = leaf.data_ptr()
     step = leaf.stride(0) * leaf.element_size()
@@ -267,29 +257,13 @@ def read_rows_ahead(leaf: Tensor, rows: Tensor) -> None:
     # A row that does not exist is refused by the gather.
     if span * count <= _MAX_BYTES:
         begins = start + index * step
-        _advise(begins - begins % _PAGE, begins + span)
-
-
-def release_pages(begin: int, size_bytes: int) -> None:
-    """Have the system forget the pages of a part of a private mapping that nobody has written to; a read maps them."""
-    if _libc is not None and size_bytes:
-        first = begin - begin % _PAGE
-        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(begin + size_bytes - first), ctypes.c_int(_DONTNEED))
+        first = begins - begins % platform.PAGE_BYTES
+        platform.want_memory(first.tolist(), (begins + span).tolist())
 
 
 def _is_resident(start: int, step: int, rows: list[int], count: int) -> bool:
     """Return True if a sample of the rows is in memory: a look at each would take longer than a warm gather."""
-    found = ctypes.c_ubyte()
-    for row in rows:
-        # A row that does not exist is refused by the gather.
-        if 0 <= row < count:
-            page = (start + row * step) // _PAGE * _PAGE
-            if not _mincore(page, 1, ctypes.addressof(found)) and not found.value & 1:
-                return False
-    return True
-
-
-def _advise(begins: Any, ends: Any) -> None:
-    # An advice that is refused costs time and nothing else.
-    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(_WILLNEED))
+    page = platform.PAGE_BYTES
+    # A row that does not exist is refused by the gather.
+    places = [start + row * step for row in rows if 0 <= row < count]
+    return platform.are_resident([place // page * page for place in places])

@@ -20,11 +20,12 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.memory import Places, extent_of, find_overlaps
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.core.shapes import dim_index, dim_size
+from tdfunc.core.system import platform
 from tdfunc.core.types import Path
 from tdfunc.ops.batch import join
 from tdfunc.parallel.chunks import Job, Modes, Outcome, Plan, make_plan, take, takes_generator, write_result
 from tdfunc.parallel.parcel import Parcel, from_parcel, is_in_file, is_shared_file, to_parcel
-from tdfunc.parallel.pool import count_cpus, end_workers, pool_options, run_chunk, wait_cancelled
+from tdfunc.parallel.pool import end_workers, pool_options, run_chunk, wait_cancelled
 from tdfunc.random.draws import KeyLike, key_of
 from tdfunc.storage.disk.raw import is_wrapped
 from tdfunc.storage.progress import progress_bar
@@ -164,7 +165,7 @@ def _count_workers(options: Options) -> int:
     if options.num_workers is not None:
         return as_count("map: num_workers", options.num_workers, 0)
     # Executors of `concurrent.futures` have no public name for it.
-    return getattr(options.executor, "_max_workers", None) or count_cpus()
+    return getattr(options.executor, "_max_workers", None) or platform.count_cpus()
 
 
 def _is_tree_there(tree: TensorCollection, route: _Route) -> bool:

@@ -17,8 +17,9 @@ from tdfunc.core.collection import TensorCollection, iter_leaves
 from tdfunc.core.errors import UnsupportedError, WorkerError
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MappedFile, mapped_file
+from tdfunc.core.system import platform
 from tdfunc.parallel.block import Block, make_block
-from tdfunc.storage.disk.mapped import READ, file_with_values, map_descriptor
+from tdfunc.storage.disk.mapped import file_with_values, map_descriptor
 from tdfunc.storage.disk.ranks import as_tensor
 from tdfunc.storage.disk.raw import is_wrapped
 from tdfunc.storage.tree.specs import FOLDER_CODES, spec_for
@@ -218,11 +219,11 @@ def _open_view(
     path = file.path
     size_bytes = file.size_bytes
     assert path is not None
-    access = READ
+    access = platform.READ
     if file.mode == "r+":
-        access |= os.O_RDWR
+        access |= platform.READ_WRITE
     try:
-        fd = os.open(path, access)
+        fd = platform.open_file(path, access)
     except OSError as err:
         raise WorkerError(
             f"map: a worker cannot open {path}.",

@@ -17,15 +17,9 @@ from typing import Any
 import torch
 
 from tdfunc.core.errors import WorkerError
+from tdfunc.core.system import platform
 from tdfunc.parallel.chunks import Job
 from tdfunc.parallel.parcel import Parcel, from_parcel, to_parcel
-
-
-def count_cpus() -> int:
-    """Return the number of processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def wait_cancelled(futures: "Iterable[Future[Any]]") -> None:
@@ -73,7 +67,7 @@ def pool_options(count: int | None, threads: int, method: str | None, job: "Job 
         # Added to what others preload, which can be read nowhere else.
         wanted: list[str] = forkserver._forkserver._preload_modules  # pyright: ignore[reportAttributeAccessIssue]
         context.set_forkserver_preload(list(dict.fromkeys([*wanted, __name__])))
-    workers = count_cpus() if count is None else count
+    workers = platform.count_cpus() if count is None else count
     return {"max_workers": workers, "mp_context": context, "initializer": _begin, "initargs": (threads, job)}
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tdfunc import AsyncSaver, CheckpointManager, ConcurrencyError, TensorDict
+from tdfunc.core.system import platform
 from tdfunc.storage.api import load, save
 from tdfunc.storage.disk import commit
 from tdfunc.storage.safetensors import write
@@ -64,7 +65,7 @@ def test_no_space(reserve, tmp_path, monkeypatch):
     """A full disk leaves the old file as it is, with and without reserved space."""
     save(OLD, tmp_path / "c.safetensors")
     if not reserve:
-        monkeypatch.setattr(commit, "_libc", None)
+        monkeypatch.setattr(platform, "_libc", None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         # Python ignores SIGXFSZ, so a write past the limit fails as on a full disk.
@@ -163,7 +164,7 @@ def test_the_disk_has_the_contents_before_the_name_and_the_name_at_the_end(name,
     monkeypatch.setattr(os, "replace", record(os.replace, renamed))
     monkeypatch.setattr(os, "rename", record(os.rename, renamed))
     # Without the call that syncs a memmap folder as a whole, each file is synced.
-    monkeypatch.setattr(commit, "_libc", None)
+    monkeypatch.setattr(platform, "_libc", None)
     ORDERS[name][0](tmp_path)
 
     assert calls == ORDERS[name][1]
@@ -270,7 +271,7 @@ LACKS = {
 def test_file_systems_that_can_do_less(name, missing, tmp_path, monkeypatch):
     """Without a call that not every file system has, saves still replace what is there and leave nothing."""
     target, lack = LACKS[missing]
-    monkeypatch.setattr(f"tdfunc.storage.disk.commit.{target}", lack)
+    monkeypatch.setattr(f"tdfunc.core.system.platform.{target}", lack)
     monkeypatch.setattr("ctypes.get_errno", lambda: errno.EOPNOTSUPP)
     for value in (0, 1, 2, 0):
         leaf = torch.full((3,), float(value))
@@ -295,7 +296,7 @@ def test_nothing_goes_before_the_disk_has_the_new_names(before, save_again, fold
     """If the disk does not take the new names, the save warns, and the old contents stay beside the new ones."""
     SAVES[before](OLD, tmp_path)
     count, real = len(os.listdir(tmp_path / folder)), os.fsync
-    monkeypatch.setattr(commit, "_libc", None)
+    monkeypatch.setattr(platform, "_libc", None)
 
     def refuse(fd):
         if os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path / folder):
@@ -323,7 +324,7 @@ def test_a_folder_that_cannot_take_its_place(error, tmp_path, monkeypatch, libc)
             raise error
         real(source, target)
 
-    monkeypatch.setattr(commit, "_libc", libc)
+    monkeypatch.setattr(platform, "_libc", libc)
     monkeypatch.setattr(os, "rename", refuse)
     monkeypatch.setattr("ctypes.get_errno", lambda: errno.EIO)
     with pytest.raises((KeyboardInterrupt, OSError)):
@@ -347,10 +348,10 @@ def test_a_file_system_that_finds_no_folder_is_an_error(tmp_path, monkeypatch):
 
 def test_ctrl_c_in_a_close_leaves_no_descriptor(tmp_path, monkeypatch):
     """Its lock would stay until the process ends, and other saves would wait for it."""
-    held = commit.Descriptor(str(tmp_path), commit.FOLDER)
+    held = commit.Folder(str(tmp_path))
     number = held.fd
     # Only the module's own name for it: the tests' other locks are real.
-    monkeypatch.setattr(commit, "_fcntl", SimpleNamespace(flock=_interrupted, LOCK_UN=0))
+    monkeypatch.setattr(platform, "_fcntl", SimpleNamespace(flock=_interrupted, LOCK_UN=0))
     with pytest.raises(KeyboardInterrupt):
         held.close()
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 
 from tdfunc import CheckpointManager
+from tdfunc.core.system import platform
 from tdfunc.storage.disk import commit
 from tdfunc.storage.manager import manager as manager_module
 from tdfunc.storage.manager import steps as steps_module
@@ -33,7 +34,7 @@ def test_leftovers_are_removed_unless_somebody_still_writes(remove, steps, tmp_p
 
     def create(path):
         os.mkdir(path)
-        return commit.Descriptor(path, commit.FOLDER)
+        return commit.Folder(path)
 
     with commit._staged(f"{tmp_path}/{steps_module.step_name(7)}", create) as (running, _):
         dead = tmp_path / os.path.basename(commit._temporary("step-0000000001"))
@@ -118,7 +119,7 @@ def test_the_latest_is_removed_before_it_is_opened(tmp_path, monkeypatch):
 
 def test_without_locks_a_step_that_goes_while_it_is_read_is_gone_and_not_damaged(tmp_path, monkeypatch):
     """On a file system without locks a step that is removed while it is read is gone, and not damaged."""
-    monkeypatch.setattr(commit, "_fcntl", None)
+    monkeypatch.setattr(platform, "_fcntl", None)
     manager, real = CheckpointManager(tmp_path, keep_last=2), steps_module.load_choice
     for step in range(3):
         manager.save(step, tree_of(step))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tdfunc import CheckpointManager, CorruptCheckpointError, TensorDict, load, save
+from tdfunc.core.system import platform
 from tdfunc.storage.disk import commit
 from tdfunc.storage.disk.remote import LocalFiles
 from tdfunc.storage.manager import manager as storage_manager
@@ -117,7 +118,7 @@ def test_a_step_that_is_replaced_while_it_is_read(place, name, read, expected, t
     assert read(manager) == expected
 
 
-@pytest.mark.parametrize("libc", [commit._libc, None], ids=["exchanged", "in two steps"])
+@pytest.mark.parametrize("libc", [platform._libc, None], ids=["exchanged", "in two steps"])
 def test_a_folder_that_goes_while_it_is_replaced(libc, tmp_path, monkeypatch):
     """A writer whose step another one removes meanwhile writes it all the same, and leaves nothing else."""
     place, original = tmp_path / "step", os.rename
@@ -131,7 +132,7 @@ def test_a_folder_that_goes_while_it_is_replaced(libc, tmp_path, monkeypatch):
             shutil.rmtree(place, ignore_errors=True)
             raise
 
-    monkeypatch.setattr(commit, "_libc", libc)
+    monkeypatch.setattr(platform, "_libc", libc)
     monkeypatch.setattr(os, "rename", late)
     commit.replace_folder(str(place), lambda folder: Path(folder, "new").touch(), fsync=False)
 
@@ -151,7 +152,7 @@ def test_a_folder_that_comes_while_it_is_replaced(tmp_path, monkeypatch):
         place.mkdir()
         (place / "other").touch()
 
-    monkeypatch.setattr(commit, "_libc", None)
+    monkeypatch.setattr(platform, "_libc", None)
     monkeypatch.setattr(os, "rename", late)
     commit.replace_folder(str(place), lambda folder: Path(folder, "new").touch(), fsync=False)
 

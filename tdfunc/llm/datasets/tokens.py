@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tdfunc._tensordict import TensorDict
 from tdfunc.core.errors import CorruptCheckpointError, as_count, brief, error
+from tdfunc.core.system import platform
 from tdfunc.llm.datasets.prompts import prompt_rows
 from tdfunc.llm.datasets.sources import Records
 from tdfunc.llm.encoding.chat import chat_rows
@@ -35,7 +36,7 @@ from tdfunc.llm.templates.find import find_template
 from tdfunc.llm.templates.jinja import JinjaTemplate
 from tdfunc.random import permutation
 from tdfunc.storage.api import load, save
-from tdfunc.storage.disk.commit import Descriptor, lock, make_folder
+from tdfunc.storage.disk.commit import Descriptor, make_folder
 from tdfunc.storage.disk.remote import local_folder
 from tdfunc.storage.progress import progress_bar
 
@@ -321,10 +322,10 @@ def _cached(plan: "_Plan", records: Records, folder: str, *, verify: bool, progr
     found = _read_cache(path, key, verify)
     if found is not None:
         return found
-    with Descriptor(f"{stem}.lock", os.O_RDWR | os.O_CREAT, 0o666) as fd:
+    with Descriptor(f"{stem}.lock", platform.LOCK_FILE, 0o666) as fd:
         # Without locks two processes both make the file, each as a whole.
         with suppress(OSError):
-            lock(fd, wait=True)
+            platform.lock_file(fd, wait=True)
         # Another process may have made it while this one waited.
         found = _read_cache(path, key, verify)
         if found is None:

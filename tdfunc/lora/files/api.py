@@ -14,6 +14,7 @@ from tdfunc._tensordict import TensorDict
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
 from tdfunc.core.keys import Entry, Filter, FilterLike, dotted
+from tdfunc.core.system import platform
 from tdfunc.core.types import Path
 from tdfunc.lora._attach import LoraApply
 from tdfunc.lora.files.config import Config, load_config, read_config
@@ -389,7 +390,7 @@ def _write_folder(folder: str, tree: TensorDict, config: str, *, fsync: bool) ->
             file.write(config)
             file.flush()
             if fsync:
-                os.fsync(file.fileno())
+                platform.sync_file(file.fileno())
 
     def check() -> None:
         if os.path.isdir(folder) and not _is_adapter_alone(folder):
@@ -430,8 +431,8 @@ def _replace_inside(folder: str, write: Callable[[str], None], *, fsync: bool) -
             write(new)
             # First, so that no reader meets the configuration of one adapter with the factors of another one.
             with suppress(FileNotFoundError):
-                os.unlink(config)
-            os.rename(os.path.join(new, _TENSORS), tensors)
-            os.rename(os.path.join(new, _CONFIG), config)
+                platform.remove(config)
+            platform.replace(os.path.join(new, _TENSORS), tensors)
+            platform.replace(os.path.join(new, _CONFIG), config)
         if fsync:
             commit.sync_folder(folder)

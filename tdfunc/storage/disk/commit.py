@@ -9,45 +9,31 @@ Until the new contents have the place, an error is an error and no old contents 
 warning: the save has succeeded, and the warning names the work that was left undone.
 """
 
-import ctypes
 import errno
-import importlib
 import os
 import re
 import secrets
 import shutil
-import stat
-import sys
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import TypeAlias, TypeVar
 
 import xxhash
 
 from tdfunc.core.errors import ConcurrencyError, error, explain
+from tdfunc.core.system import platform
 
 T = TypeVar("T")
-# Not a plain import: Windows lacks it, and `import tdfunc` should work there.
-_fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
-_libc: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
-NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-# Without O_NONBLOCK opening a pipe waits for a writer, and a device may act.
-READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 _PREFIX = ".tdfunc-"
 _NEW = ".tmp"
 _OLD = ".old"
 # The folder of a step of a CheckpointManager. With more digits a name is longer than a file system takes.
 STEP_NAME = re.compile(r"step-([0-9]{10,250})")
 LEFTOVER = re.compile(r"\.tdfunc-[0-9a-f]{16}-[0-9a-f]{16}\.(tmp|old)")
-_AT_FDCWD = -100
-_EXCHANGE = 2
-_NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY}
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
 _WAIT_S = 600.0
 _LOOK_S = 0.02
@@ -56,16 +42,27 @@ _entered: list[tuple[int, int, int]] = []
 
 
 class Descriptor:
-    """An open file or folder; its `with` block gives the number, closes it and gives up its lock.
+    """An open file; its `with` block gives the number, closes it and gives up its lock.
 
     A process that is forked meanwhile closes its copy, whose lock would outlive this process. A process that was forked
     without Python still has its copy, so `close` gives up the lock before it closes the descriptor.
     """
 
-    def __init__(self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+    def __init__(
+        self, path: str, flags: int, mode: int = 0o777, *, opener: Callable[[str, int, int], int] = platform.open_file
+    ) -> None:
+        self.path = path
         self.fd: int = -1
         _descriptors.add(self)
-        self.fd = os.open(path, flags, mode, dir_fd=dir_fd)
+        self.fd = opener(path, flags, mode)
+
+    def lock(self, *, shared: bool = False, wait: bool = False) -> None:
+        """Lock the file; a `shared` lock excludes only locks that are not."""
+        platform.lock_file(self.fd, shared=shared, wait=wait)
+
+    def status(self) -> os.stat_result:
+        """Return the status of the file, whatever its name is by now."""
+        return os.fstat(self.fd)
 
     def close(self) -> None:
         """Give up the lock and close the descriptor; a second call does nothing."""
@@ -75,9 +72,7 @@ class Descriptor:
             return
         # No call between: Ctrl-C comes between calls, and would leave the lock to the end of the process.
         try:
-            if _fcntl is not None:
-                with suppress(OSError):
-                    _fcntl.flock(fd, _fcntl.LOCK_UN)
+            platform.unlock_file(fd)
         finally:
             os.close(fd)
 
@@ -104,8 +99,85 @@ def _close_copies() -> None:
             os.close(fd)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_copies)
+platform.call_in_forks(_close_copies)
+
+
+class Folder:
+    """An open folder; its `with` block closes it and gives up its lock.
+
+    Where the system opens no folders, it is a path and the status of the folder that had it.
+    """
+
+    def __init__(self, path: str, *, follow: bool = True) -> None:
+        self.path: str = path
+        self._held = Descriptor(path, 0, opener=lambda path, *_: platform.open_folder(path, follow=follow))
+        self._status: os.stat_result | None = None
+        if self._held.fd == platform.NO_FD:
+            self._status = os.stat(path, follow_symlinks=follow)
+        self._lock: Descriptor | None = None
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, or `platform.NO_FD`."""
+        return self._held.fd
+
+    def lock(self, *, shared: bool = False, wait: bool = False) -> None:
+        """Lock the folder; a `shared` lock excludes only locks that are not."""
+        if self.fd != platform.NO_FD:
+            self._held.lock(shared=shared, wait=wait)
+            return
+        held = Descriptor(platform.lock_of_folder(self.path), platform.LOCK_FILE, 0o666)
+        try:
+            held.lock(shared=shared, wait=wait)
+        except BaseException:
+            held.close()
+            raise
+        self._lock = held
+
+    def status(self) -> os.stat_result:
+        """Return the status of the folder, whatever its name is by now."""
+        if self._status is not None:
+            return self._status
+        return self._held.status()
+
+    def sync(self) -> None:
+        """Wait until the disk has the names in the folder."""
+        platform.sync_folder(self.fd)
+
+    def open(self, name: str, flags: int, *, follow: bool) -> Descriptor:
+        """Open a file in the folder; without `follow` a link is an error of the system."""
+        root = self.fd
+
+        def opener(_: str, flags: int, mode: int) -> int:
+            return platform.open_in(root, self.path, name, flags, follow=follow)
+
+        return Descriptor(f"{self.path}/{name}", flags, opener=opener)
+
+    def names(self, name: str) -> list[str]:
+        """Return the names in a folder inside this one."""
+        return platform.names_in(self.fd, self.path, name)
+
+    def mode(self, name: str) -> int:
+        """Return the type and permissions of a file or link in the folder."""
+        return platform.mode_in(self.fd, self.path, name)
+
+    def close(self) -> None:
+        """Give up the lock and close the folder; a second call does nothing."""
+        try:
+            if self._lock is not None:
+                self._lock.close()
+        finally:
+            self._held.close()
+
+    def __enter__(self) -> "Folder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+Held: TypeAlias = Descriptor | Folder
+H = TypeVar("H", Descriptor, Folder)
 
 
 @contextmanager
@@ -132,18 +204,13 @@ def settle(path: str, undone: str, work: Callable[[], object]) -> bool:
     return True
 
 
-def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:
+def lock(held: Held, *, shared: bool = False, wait: bool = False) -> None:
     """Lock an open file or folder; a `shared` lock excludes only locks that are not."""
-    if _fcntl is None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-    operation = _fcntl.LOCK_SH if shared else _fcntl.LOCK_EX
-    if not wait:
-        operation |= _fcntl.LOCK_NB
-    _fcntl.flock(fd, operation)
+    held.lock(shared=shared, wait=wait)
 
 
 @contextmanager
-def locked(folder: str) -> Generator[int, None, None]:
+def locked(folder: str) -> Generator[Folder, None, None]:
     """Wait until no other save writes to a folder; the lock of a killed process ends with the process.
 
     Raises:
@@ -151,25 +218,25 @@ def locked(folder: str) -> Generator[int, None, None]:
         ConcurrencyError: This thread has the lock: a signal handler has interrupted its save.
     """
     held = _open_folder(folder)
-    status = os.fstat(held.fd)
+    status = held.status()
     entry = (status.st_dev, status.st_ino, threading.get_ident())
     # Before the lock is taken until after it is given up: a signal may arrive between any two lines.
     _entered.append(entry)
     try:
-        with held as fd:
-            _wait_for_lock(fd, folder, is_nested=_entered.count(entry) > 1)
-            yield fd
+        with held:
+            _wait_for_lock(held, folder, is_nested=_entered.count(entry) > 1)
+            yield held
     finally:
         if entry in _entered:
             _entered.remove(entry)
 
 
-def _wait_for_lock(fd: int, folder: str, *, is_nested: bool) -> None:
+def _wait_for_lock(held: Folder, folder: str, *, is_nested: bool) -> None:
     """Wait for the lock of a folder, on which another save may have it."""
     end_s = time.monotonic() + _WAIT_S
     while True:
         try:
-            lock(fd)
+            lock(held)
             return
         except BlockingIOError:
             if is_nested:
@@ -191,9 +258,9 @@ def _wait_for_lock(fd: int, folder: str, *, is_nested: bool) -> None:
             return
 
 
-def _open_folder(folder: str) -> Descriptor:
+def _open_folder(folder: str) -> Folder:
     with naming("save", folder, "the folder must exist"):
-        return Descriptor(folder or ".", FOLDER)
+        return Folder(folder or ".")
 
 
 def replace_file(path: str, write: Callable[[int], None], *, size_bytes: int, fsync: bool) -> None:
@@ -206,46 +273,32 @@ def replace_named(path: str, write: Callable[[int, str], None], *, size_bytes: i
     with _open_folder(os.path.dirname(path)) as parent:
         put_file(path, write, size_bytes=size_bytes, fsync=fsync)
         if fsync:
-            settle(path, "a power failure may undo it", lambda: os.fsync(parent))
+            settle(path, "a power failure may undo it", parent.sync)
 
 
 def put_file(path: str, write: Callable[[int, str], None], *, size_bytes: int, fsync: bool) -> None:
     """Do the same as `replace_named` in a folder whose names the caller makes durable."""
     with naming("save", path, "the file was not replaced"):
         sweep(os.path.dirname(path), path)
-        new = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        with _staged(path, lambda name: Descriptor(name, new, 0o666)) as (temporary, fd):
-            _take_space(fd, size_bytes)
-            write(fd, temporary)
-            copy_mode(path, fd)
+        with _staged(path, lambda name: Descriptor(name, platform.NEW_FILE, 0o666)) as (temporary, held):
+            platform.take_space(held.fd, size_bytes)
+            write(held.fd, temporary)
+            platform.copy_mode(path, temporary, held.fd)
             if fsync:
-                os.fsync(fd)
-            os.replace(temporary, path)
+                platform.sync_file(held.fd)
+            _let_go(held)
+            _replace_file(temporary, path)
 
 
-def _take_space(fd: int, size_bytes: int) -> None:
-    """Take the space of a file before the first byte is written, so that a full disk shows at once.
-
-    It also speeds up a save without fsync: ext4 writes delayed blocks out when a file is renamed over another one (its
-    mount option `auto_da_alloc`), and these are not delayed.
-    """
-    # Not os.posix_fallocate: where a file system cannot do this, it writes zeros instead.
-    fallocate = getattr(_libc, "fallocate64", None)
-    if fallocate is None or not size_bytes:
-        return
-    has_failed = fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
-    if has_failed:
-        code = ctypes.get_errno()
-        if code in _NO_SPACE:
-            raise OSError(code, os.strerror(code))
-
-
-def copy_mode(path: str, new: int | str) -> None:
-    """Keep the permissions of the old file or folder; a link is not followed."""
-    with suppress(OSError):
-        old = os.stat(path, follow_symlinks=False)
-        if not stat.S_ISLNK(old.st_mode):
-            os.chmod(new, stat.S_IMODE(old.st_mode))
+def _replace_file(temporary: str, path: str) -> None:
+    """Give a file the name of another one, in one step where the system can."""
+    try:
+        platform.replace(temporary, path, insist=False)
+    except PermissionError:
+        # A file that is mapped cannot be removed, and it can get another name. It goes with a later save.
+        if not (platform.HOLDS_NAMES and _replace_in_steps(temporary, path)):
+            raise
+        _remove(_twin(temporary))
 
 
 def replace_folder(
@@ -265,11 +318,11 @@ def replace_folder(
     with naming(call, path, "the folder was not replaced"):
         restore(path)
         sweep(parent, path)
-        with _staged(path, _create_folder) as (temporary, fd):
+        with _staged(path, _create_folder) as (temporary, held):
             result = write(temporary)
-            copy_mode(path, fd)
+            platform.copy_mode(path, temporary, held.fd)
             if fsync:
-                os.fsync(fd)
+                held.sync()
             if check is not None:
                 check()
             _take_place(temporary, path, overwrite)
@@ -289,9 +342,9 @@ def staged_folder(path: str) -> Generator[str, None, None]:
         _remove(temporary)
 
 
-def _create_folder(path: str) -> Descriptor:
+def _create_folder(path: str) -> Folder:
     os.mkdir(path)
-    return Descriptor(path, FOLDER)
+    return Folder(path)
 
 
 def _take_place(temporary: str, path: str, overwrite: bool) -> None:
@@ -299,53 +352,36 @@ def _take_place(temporary: str, path: str, overwrite: bool) -> None:
     while True:
         try:
             # Over an empty folder this works.
-            os.rename(temporary, path)
+            platform.rename(temporary, path)
             return
         except OSError as err:
             if err.errno not in _TAKEN:
                 raise
             if not overwrite:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from err
-        code = _exchange(temporary, path)
-        if code is None:
-            return
         # Another process removed the old folder since the first attempt; without the new one that raises.
-        if code == errno.ENOENT:
-            continue
-        if code not in _NO_EXCHANGE:
-            raise OSError(code, os.strerror(code), path)
-        if _replace_in_steps(temporary, path):
-            return
-
-
-def _exchange(temporary: str, path: str) -> int | None:
-    """Exchange two names in one step; return None, or the number of the system's error."""
-    renameat2 = getattr(_libc, "renameat2", None)
-    if renameat2 is None:
-        return errno.ENOSYS
-    places = _AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path)
-    if renameat2(*places, ctypes.c_uint(_EXCHANGE)):
-        return ctypes.get_errno()
-    return None
+        with suppress(FileNotFoundError):
+            if platform.exchange(temporary, path) or _replace_in_steps(temporary, path):
+                return
 
 
 def _replace_in_steps(temporary: str, path: str) -> bool:
-    """Replace a folder in two steps, between which `locate` finds the old one; return False if it must be tried again.
+    """Replace a folder or file in two steps, between which `locate` finds the old one; return False to try again.
 
-    That is if another process removed the old folder before, or took its place in between.
+    That is if another process removed the old one before, or took its place in between.
     """
     old = _twin(temporary)
     try:
-        os.rename(path, old)
+        platform.rename(path, old)
     except FileNotFoundError:
         return False
     try:
-        os.rename(temporary, path)
+        platform.rename(temporary, path)
         return True
     except BaseException as err:
         is_taken = isinstance(err, OSError) and err.errno in _TAKEN
         if not is_taken:
-            os.rename(old, path)
+            platform.rename(old, path)
             raise
         # The other one is newer.
         _remove(old)
@@ -378,7 +414,7 @@ def restore(path: str) -> None:
     aside = locate(path)
     if aside != path:
         with suppress(OSError):
-            os.rename(aside, path)
+            platform.rename(aside, path)
 
 
 def remove_folder(path: str, check: Callable[[], None]) -> bool:
@@ -386,17 +422,17 @@ def remove_folder(path: str, check: Callable[[], None]) -> bool:
 
     `check` raises if the folder must not be removed.
     """
-    with suppress(FileNotFoundError), Descriptor(path, FOLDER | NO_LINK) as fd:
+    with suppress(FileNotFoundError), Folder(path, follow=False) as held:
         try:
-            lock(fd)
+            lock(held)
         except BlockingIOError:
             return False
         except OSError:
             pass
-        if is_at(fd, path):
+        if is_at(held, path):
             check()
             temporary = _temporary(path)
-            os.rename(path, temporary)
+            platform.rename(path, temporary)
             shutil.rmtree(temporary, ignore_errors=True)
             return True
     return False
@@ -429,12 +465,30 @@ def sweep(folder: str, place: str | None = None) -> None:
             continue
         path = os.path.join(folder, entry)
         # Two writers may sweep at once; an entry that cannot be opened or locked belongs to another one.
-        with suppress(OSError), Descriptor(path, READ | NO_LINK) as fd:
-            lock(fd)
+        with suppress(OSError), _open_leftover(path) as held:
+            lock(held)
             # The old folder of a writer that was killed between two steps is what readers find.
             is_unneeded = is_taken and entry.endswith(_NEW)
             if is_unneeded or is_absent(_twin(path)):
+                _let_go(held)
                 _remove(path)
+
+
+@contextmanager
+def _open_leftover(path: str) -> Generator[Held, None, None]:
+    held: Held
+    if os.path.isdir(path):
+        held = Folder(path, follow=False)
+    else:
+        held = Descriptor(path, platform.READ | platform.NO_LINK)
+    with held:
+        yield held
+
+
+def _let_go(held: Held) -> None:
+    """Close a file that is about to be renamed or removed, if the system requires that."""
+    if platform.HOLDS_NAMES:
+        held.close()
 
 
 def _twin(path: str) -> str:
@@ -445,7 +499,7 @@ def _twin(path: str) -> str:
 
 
 @contextmanager
-def _staged(path: str, create: Callable[[str], Descriptor]) -> Generator[tuple[str, int], None, None]:
+def _staged(path: str, create: Callable[[str], H]) -> Generator[tuple[str, H], None, None]:
     """Make a temporary file or folder and lock it; after an error it is removed."""
     while True:
         temporary = _temporary(path)
@@ -456,15 +510,16 @@ def _staged(path: str, create: Callable[[str], Descriptor]) -> Generator[tuple[s
                 continue
             raise
         # The lock is given up last.
-        with held as fd:
+        with held:
             try:
                 with suppress(OSError):
-                    lock(fd, wait=True)
+                    lock(held, wait=True)
                 # Another writer may have removed it as a leftover before it was locked.
-                if is_at(fd, temporary):
-                    yield temporary, fd
+                if is_at(held, temporary):
+                    yield temporary, held
                     return
             except BaseException:
+                _let_go(held)
                 # If the old folder could not get its name back, the new one is the sign by which `locate` finds it.
                 if is_absent(_twin(temporary)):
                     _remove(temporary)
@@ -480,10 +535,10 @@ def _start(path: str) -> str:
     return f"{_PREFIX}{xxhash.xxh3_64_hexdigest(os.fsencode(os.path.basename(path)))}-"
 
 
-def is_at(fd: int, path: str, *, follow: bool = False) -> bool:
-    """Return whether a descriptor and a name belong to one file or folder; the name may be a link with `follow`."""
+def is_at(held: Held, path: str, *, follow: bool = False) -> bool:
+    """Return whether a name belongs to an open file or folder; with `follow` the name may be a link."""
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=follow))
+        return os.path.samestat(held.status(), os.stat(path, follow_symlinks=follow))
     except FileNotFoundError:
         return False
 
@@ -509,20 +564,17 @@ def _remove(path: str) -> None:
 
 def sync_folder(folder: str) -> None:
     """Wait until the disk has the names in a folder."""
-    with Descriptor(folder or ".", FOLDER) as fd:
-        os.fsync(fd)
+    with Folder(folder or ".") as held:
+        held.sync()
 
 
 def sync_files(folder: str) -> None:
     """Wait until the disk has all files in a folder, in one call where the system has one."""
-    if hasattr(_libc, "syncfs"):
-        with Descriptor(folder, FOLDER) as fd:
-            if _libc.syncfs(fd):
-                code = ctypes.get_errno()
-                raise OSError(code, os.strerror(code), folder)
-        return
+    with Folder(folder) as held:
+        if platform.sync_tree(held.fd):
+            return
     for place, _, names in os.walk(folder):
         for name in names:
-            with Descriptor(os.path.join(place, name), os.O_RDONLY) as fd:
-                os.fsync(fd)
+            with Descriptor(os.path.join(place, name), platform.TO_SYNC) as fd:
+                platform.sync_file(fd)
         sync_folder(place)

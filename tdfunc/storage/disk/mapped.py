@@ -5,10 +5,8 @@ descriptor stays open.
 """
 
 import errno
-import mmap
 import os
 import stat
-import sys
 from collections.abc import Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -20,18 +18,16 @@ from torch import Tensor, nn
 from tdfunc.core.collection import PLAIN, TensorCollection
 from tdfunc.core.errors import ConcurrencyError, damaged, error, explain
 from tdfunc.core.memory import MapMode, MappedFile, mapped_file, mark_mapped, span_bytes
-from tdfunc.storage.disk.commit import NO_LINK, READ, Descriptor
+from tdfunc.core.system import platform
+from tdfunc.storage.disk.commit import Descriptor, Folder
 from tdfunc.storage.disk.raw import outside_transforms
 
-# The folder with the names of open files, on Linux or macOS.
-_DESCRIPTORS = next(filter(os.path.isdir, ("/proc/self/fd", "/dev/fd")), None)
 
-
-def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> Descriptor:
+def open_inside(root: Folder, name: str, what: str, *, writable: bool = False) -> Descriptor:
     """Open a regular file in a folder by its relative name. A link must lead to a file inside the folder."""
-    flags = READ | os.O_RDWR if writable else READ
+    flags = _flags(writable)
     try:
-        file = Descriptor(name, flags | NO_LINK, dir_fd=root)
+        file = root.open(name, flags, follow=False)
     except OSError as err:
         if err.errno == errno.ENAMETOOLONG:
             raise FileNotFoundError(errno.ENOENT, err.strerror, name) from err
@@ -46,30 +42,34 @@ def open_inside(root: int, name: str, what: str, *, writable: bool = False) -> D
     return file
 
 
-def _open_link(root: int, name: str, what: str, flags: int) -> Descriptor:
+def _flags(writable: bool) -> int:
+    if writable:
+        return platform.READ | platform.READ_WRITE
+    return platform.READ
+
+
+def _open_link(root: Folder, name: str, what: str, flags: int) -> Descriptor:
     """Open the target of a link in a folder, which must be inside the folder."""
     try:
-        file = Descriptor(name, flags, dir_fd=root)
+        file = root.open(name, flags, follow=True)
     except OSError as err:
         raise damaged(f"{what} is a link that leads to no file.", "a file", err.strerror) from err
-    # Only Linux has the path of an open file; elsewhere every link is refused.
-    top = os.path.realpath(f"/proc/self/fd/{root}")
-    target = os.path.realpath(f"/proc/self/fd/{file.fd}")
-    if sys.platform != "linux" or not target.startswith(os.path.join(top, "")):
+    top = platform.path_of(root.fd)
+    target = platform.path_of(file.fd)
+    if top is None or target is None or not target.startswith(os.path.join(top, "")):
         raise damaged(
             f"{what} is a link out of the folder.",
-            f"a file inside {top}",
-            target,
+            f"a file inside {top or root.path}",
+            target or "a link, on a system that does not tell the path of an open file",
             hint="put the file there in place of the link.",
         ) from None
     return file
 
 
 # Any: torch.from_file is untyped.
-def map_bytes(fd: int, path: str | None, size_bytes: int, mode: MapMode) -> Any:
+def map_bytes(fd: int, path: str, size_bytes: int, mode: MapMode) -> Any:
     """Map bytes of an open file, by its descriptor if possible: another save may have replaced the path by now."""
-    name = f"{_DESCRIPTORS}/{fd}" if _DESCRIPTORS is not None else path
-    assert name is not None
+    name = platform.name_of(fd) or path
     try:
         flat: Any = torch.from_file(name, shared=mode == "r+", size=size_bytes, dtype=torch.uint8, device="cpu")
     except RuntimeError as err:
@@ -78,6 +78,8 @@ def map_bytes(fd: int, path: str | None, size_bytes: int, mode: MapMode) -> Any:
             f"{path}: the file cannot be mapped: {err}",
             hint="a process may have about 65,000 mappings (sysctl vm.max_map_count): stack small leaves.",
         ) from err
+    if name == path and not os.path.samestat(os.stat(path), os.fstat(fd)):
+        raise OSError(errno.EBUSY, "the file was replaced while it was mapped", path)
     # In torch 2.13 the storage of a private mapping claims to be in shared memory and cannot be sent to a process;
     # through numpy it does not. A shared one must stay as it is: re-wrapped, multiprocessing would move it to a copy.
     if mode == "c":
@@ -93,13 +95,20 @@ def map_descriptor(
     shape: torch.Size,
     size_bytes: int,
     root: str | None = None,
+    *,
+    place: str | None = None,
 ) -> Tensor:
-    """Map the first `size_bytes` bytes of an open file as one tensor; the caller has checked its size."""
+    """Map the first `size_bytes` bytes of an open file as one tensor; the caller has checked its size.
+
+    The tensor remembers `path`; `place` is the path of the file now, if that is another one.
+    """
+    here = place or path
+    assert here is not None
     found = os.fstat(fd)
     # Torch makes a shared file longer where it is too short, and refuses a private one.
     assert found.st_size >= size_bytes > 0
     with outside_transforms():
-        leaf = map_bytes(fd, path, size_bytes, mode).view(dtype).view(shape).data
+        leaf = map_bytes(fd, here, size_bytes, mode).view(dtype).view(shape).data
     mark_mapped(leaf, path, mode, (found.st_dev, found.st_ino), root)
     return leaf
 
@@ -108,8 +117,7 @@ def map_again(file: MappedFile, dtype: torch.dtype, shape: Sequence[int], stride
     """Map a file again, as `mapped_file` described it, possibly in another process."""
     if file.path is None:
         raise FileNotFoundError(errno.ENOENT, explain("the memmap has no folder.", hint="td.memmap(prefix)."))
-    flags = READ | os.O_RDWR if file.mode == "r+" else READ
-    with Descriptor(file.path, flags) as fd:
+    with Descriptor(file.path, _flags(file.mode == "r+")) as fd:
         found = os.fstat(fd)
         if (found.st_dev, found.st_ino) != file.file_id:
             raise ConcurrencyError(
@@ -148,16 +156,10 @@ def _is_changed(x: Tensor) -> bool:
     """Return whether pages of a copy-on-write mapping were written to; True on systems without page flags."""
     # A version counter would miss writes of fused optimizers. The kernel keeps 64 bits for each page: present (63),
     # swapped out (62), still a page of the file (61). A page that was written to no longer belongs to the file.
-    begin = x.data_ptr() // mmap.PAGESIZE
-    end = (x.data_ptr() + span_bytes(x) - 1) // mmap.PAGESIZE + 1
-    size_bytes = 8 * (end - begin)
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as file:
-            file.seek(8 * begin)
-            raw = file.read(size_bytes)
-    except OSError:
-        return True
-    if len(raw) != size_bytes:
+    begin = x.data_ptr() // platform.PAGE_BYTES
+    end = (x.data_ptr() + span_bytes(x) - 1) // platform.PAGE_BYTES + 1
+    raw = platform.read_page_flags(begin, end - begin)
+    if raw is None:
         return True
     flags = np.frombuffer(raw, dtype=np.uint64) >> np.uint64(61)
     is_own_page = (flags & 0b101) == 0b100

@@ -23,14 +23,13 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import is_fake, outside
 from tdfunc.core.errors import ConcurrencyError, PeerError, UnsupportedError, error
 from tdfunc.core.nontensor import NonTensorData
+from tdfunc.core.system import platform
 from tdfunc.storage.disk.raw import outside_transforms
 
 # The first frame of a message, with its length and as much of it as fits.
 _FRAME_BYTES = 4096
 _ROUND_TAG = 1 << 30
 _SHOWN = 10
-# A new one for each start of a Linux kernel.
-_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 # The root waits for less time than the others wait for it, so that it can name the rank that is missing.
 _ROOT_PATIENCE = 0.8
 _LEAST_PATIENCE_S = 0.001
@@ -559,11 +558,12 @@ def machine_of(folder: str) -> list[Any] | None:
         if parent == folder:
             break
         folder = parent
+    kernel = platform.kernel_id()
     try:
-        with open(_BOOT_ID) as file:
-            return [file.read().strip(), os.stat(folder).st_dev]
+        device = os.stat(folder).st_dev
     except OSError:
         return None
+    return None if kernel is None else [kernel, device]
 
 
 class OwnPart(NamedTuple):

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any, NoReturn, Protocol, TypeAlias
 
 from tdfunc.core.errors import ConcurrencyError, UnsupportedError, damaged, error
-from tdfunc.core.memory import release_pages
-from tdfunc.storage.disk.commit import READ, locate
+from tdfunc.core.system import platform
+from tdfunc.storage.disk.commit import locate
 from tdfunc.storage.disk.mapped import map_bytes
 
 _LOCAL = "file://"
@@ -88,8 +88,10 @@ class Bytes(Protocol):
 # Of fewer bytes the system reads ahead enough.
 _MIN_AHEAD_BYTES = 1 << 17
 _MAX_AHEAD_BYTES = 1 << 25
-# macOS has none.
-_advise = getattr(os, "posix_fadvise", None)
+
+
+def _folder_error(path: str) -> OSError:
+    return error(IsADirectoryError, f"load {path}: this is a folder.", expected="one safetensors file")
 
 
 class LocalBytes:
@@ -98,23 +100,26 @@ class LocalBytes:
     def __init__(self, path: str) -> None:
         self.path = path
         self.fd: int = -1
-        self.fd = os.open(path, READ)
+        try:
+            self.fd = platform.open_file(path, platform.READ)
+        except IsADirectoryError:
+            raise _folder_error(path) from None
         found = os.fstat(self.fd)
         self.stat: os.stat_result = found
         self.size_bytes: int = found.st_size
         if not stat.S_ISREG(found.st_mode):
             self.close()
             if stat.S_ISDIR(found.st_mode):
-                raise error(IsADirectoryError, f"load {path}: this is a folder.", expected="one safetensors file")
+                raise _folder_error(path)
             raise damaged(f"load {path}: this is not a regular file.", "a safetensors file")
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Read once; the system may return fewer bytes."""
         try:
-            if len(view) > _MIN_AHEAD_BYTES and _advise is not None:
+            if len(view) > _MIN_AHEAD_BYTES:
                 # The disk gets one request for all, not one after the other in the steps of the system's read-ahead.
-                _advise(self.fd, offset, min(len(view), _MAX_AHEAD_BYTES), os.POSIX_FADV_WILLNEED)
-            return os.preadv(self.fd, [view], offset)
+                platform.read_ahead(self.fd, offset, min(len(view), _MAX_AHEAD_BYTES))
+            return platform.read_at(self.fd, view, offset)
         except OSError as err:
             raise OSError(err.errno, f"load: {err.strerror}", self.path) from err
 
@@ -159,7 +164,7 @@ class MappedBytes:
         count = max(0, min(len(view), self.size_bytes - offset))
         part = self._mapped[offset : offset + count]
         view[:count] = part.data
-        release_pages(part.ctypes.data, count)
+        platform.release_pages(part.ctypes.data, count)
         return count
 
     # Any: an array of bytes.
@@ -193,7 +198,7 @@ class LocalFiles:
 
     def remove(self, path: str) -> None:
         """Delete a file."""
-        os.unlink(path)
+        platform.remove(path)
 
 
 # What file systems say of a file that differs when it is replaced; other entries, such as a signed URL, differ always.
@@ -299,7 +304,7 @@ class RemoteFiles:
         try:
             if not self._fetch:
                 return RemoteBytes(self._system, path)
-            with tempfile.TemporaryDirectory(prefix="tdfunc-") as folder:
+            with platform.passing_folder("tdfunc-") as folder:
                 here = os.path.join(folder, "fetched")
                 self._system.get_file(path, here)
                 # With the folder its name goes, and with the last mapping the file itself.

@@ -49,9 +49,9 @@ def finish_discard(folder: str) -> None:
     if not read_marks(folder):
         return
     # Another process may be about to remove them, and its marks are not this one's to remove.
-    with suppress(OSError), commit.Descriptor(folder, commit.FOLDER) as fd:
+    with suppress(OSError), commit.Folder(folder) as held:
         try:
-            commit.lock(fd)
+            commit.lock(held)
         except BlockingIOError:
             return
         except OSError:
@@ -76,14 +76,14 @@ def _mark(later: list[int], folder: str, *, fsync: bool) -> dict[int, str]:
     return marks
 
 
-def _hold(folder: str, step: int, path: str) -> commit.Descriptor:
+def _hold(folder: str, step: int, path: str) -> commit.Folder:
     """Open and lock the folder of a step, so that nothing loads it."""
     commit.restore(path)
     while True:
         check_own(path, "discard_after")
-        held = commit.Descriptor(path, commit.FOLDER | commit.NO_LINK)
+        held = commit.Folder(path, follow=False)
         try:
-            commit.lock(held.fd)
+            commit.lock(held)
         except BlockingIOError as err:
             held.close()
             what = f"discard_after {folder}: step {step} is being loaded; nothing was removed."
@@ -92,7 +92,7 @@ def _hold(folder: str, step: int, path: str) -> commit.Descriptor:
             # A file system without locks.
             return held
         # Another process may have replaced the step before the lock.
-        if commit.is_at(held.fd, path):
+        if commit.is_at(held, path):
             return held
         held.close()
 

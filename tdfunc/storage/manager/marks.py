@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from tdfunc.core.errors import damaged
+from tdfunc.core.system import platform
 from tdfunc.storage.disk import commit
 from tdfunc.storage.disk.raw import write_all
 from tdfunc.storage.tree.specs import parse_json
@@ -44,4 +45,4 @@ def write_marks(folder: str, marks: Mapping[int, str], *, fsync: bool) -> None:
 def remove_marks(folder: str) -> None:
     """Remove the marks, after the folders of all marked steps are removed."""
     with suppress(FileNotFoundError):
-        os.unlink(os.path.join(folder, MARK_FILE))
+        platform.remove(os.path.join(folder, MARK_FILE))

@@ -278,24 +278,24 @@ def reading(folder: str, step: int, call: str = "load") -> Generator[str, None, 
     while True:
         place = commit.locate(path)
         try:
-            held = commit.Descriptor(place, commit.FOLDER)
+            held = commit.Folder(place)
         except FileNotFoundError as err:
             if commit.locate(path) != place:
                 continue
             raise no_such_step(folder, step, call) from err
         # Without the lock (its writer still has it, or the file system has none) a reader may find the step gone.
         with suppress(OSError):
-            commit.lock(held.fd, shared=True)
-        if commit.is_at(held.fd, place, follow=True):
+            commit.lock(held, shared=True)
+        if commit.is_at(held, place, follow=True):
             break
-    with held as fd:
+    with held:
         # After the lock, without which a step may be marked next.
         if step in read_marks(folder):
             raise no_such_step(folder, step, call)
         try:
             yield place
         except (FileNotFoundError, CorruptCheckpointError) as err:
-            if commit.is_at(fd, place, follow=True):
+            if commit.is_at(held, place, follow=True):
                 raise
             if os.path.isdir(path):
                 raise StepReplacedError(str(err)) from err

@@ -16,7 +16,7 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import CorruptCheckpointError, TreeStructureError, UnsupportedError, damaged
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path, Ties
-from tdfunc.storage.disk.commit import FOLDER, Descriptor
+from tdfunc.storage.disk.commit import Folder
 from tdfunc.storage.disk.mapped import open_inside
 from tdfunc.storage.memmap.layout import (
     LAZY_TYPE,
@@ -82,11 +82,11 @@ class FolderReader:
     """The description of a tree in a folder, read and checked.
 
     Args:
-        root: A descriptor of the folder, by which everything in it is opened: the name may come to mean another one.
+        root: The open folder, through which everything in it is opened: the name may come to mean another one.
         classes: The classes of nodes, as in `load`.
     """
 
-    def __init__(self, root: int, classes: Classes = ()) -> None:
+    def __init__(self, root: Folder, classes: Classes = ()) -> None:
         self.root = root
         self.classes = classes
         self.files: list[LeafFile] = []
@@ -201,8 +201,7 @@ class FolderReader:
     def _stack(self, place: _Place, meta: dict[str, Any]) -> _Node:
         """Read a lazy stack of tensordict."""
         dim = meta.get("stack_dim")
-        with Descriptor(place.folder or ".", FOLDER, dir_fd=self.root) as fd:
-            found = {name for name in os.listdir(fd) if name.isascii() and name.isdigit()}
+        found = {name for name in self.root.names(place.folder) if name.isascii() and name.isdigit()}
         keys = [str(i) for i in range(len(found))]
         if not found or found != set(keys):
             raise malformed("the folders 0, 1, ... of a lazy stack", f"{sorted(found)}")
@@ -333,7 +332,7 @@ class FolderReader:
     def _mode(self, name: str) -> int:
         """Return the type and permissions of a file or link; 0 if it does not exist."""
         try:
-            return os.stat(name, dir_fd=self.root, follow_symlinks=False).st_mode
+            return self.root.mode(name)
         except OSError:
             return 0
 

@@ -10,7 +10,7 @@ from tdfunc.core.errors import damaged
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MapMode
 from tdfunc.core.types import Path
-from tdfunc.storage.disk.commit import Descriptor
+from tdfunc.storage.disk.commit import Descriptor, Folder
 from tdfunc.storage.disk.mapped import map_descriptor, open_inside
 
 
@@ -27,11 +27,11 @@ class LeafFile(NamedTuple):
     exact: bool
 
 
-def open_leaf(root: int, leaf: LeafFile, *, writable: bool = False) -> Descriptor:
+def open_leaf(root: Folder, leaf: LeafFile, *, writable: bool = False) -> Descriptor:
     """Open the file of a leaf, and check its size."""
     what = f"leaf {dotted(leaf.path)!r}"
     file = open_inside(root, leaf.name, what, writable=writable)
-    found = os.fstat(file.fd).st_size
+    found = file.status().st_size
     if found < leaf.size_bytes:
         fault = "cut short"
     elif leaf.exact and found > leaf.size_bytes:
@@ -45,8 +45,8 @@ def open_leaf(root: int, leaf: LeafFile, *, writable: bool = False) -> Descripto
     )
 
 
-def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode, top: str | None = None) -> Tensor:
-    """Map the file of one leaf in the folder behind a descriptor; the leaf remembers it as a file in `where`.
+def map_leaf(root: Folder, leaf: LeafFile, where: str | None, mode: MapMode, top: str | None = None) -> Tensor:
+    """Map the file of one leaf in an open folder; the leaf remembers it as a file in `where`.
 
     It also remembers the folder that was opened: `top`, if that is a folder around `where`.
     """
@@ -61,4 +61,5 @@ def map_leaf(root: int, leaf: LeafFile, where: str | None, mode: MapMode, top: s
         path = None
         if where is not None:
             path = os.path.join(where, leaf.name)
-        return map_descriptor(fd, path, mode, leaf.dtype, leaf.shape, leaf.size_bytes, top or where)
+        above = top or where
+        return map_descriptor(fd, path, mode, leaf.dtype, leaf.shape, leaf.size_bytes, above, place=file.path)

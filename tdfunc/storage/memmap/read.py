@@ -17,9 +17,10 @@ from tdfunc.core.collection import TensorCollection
 from tdfunc.core.context import is_fake
 from tdfunc.core.errors import CorruptCheckpointError, TreeStructureError, UnsupportedError, check_choice, explain
 from tdfunc.core.memory import MapMode
+from tdfunc.core.system import platform
 from tdfunc.core.types import Device
 from tdfunc.ops.edits import storage_writes
-from tdfunc.storage.disk.commit import FOLDER, Descriptor, is_at, locate
+from tdfunc.storage.disk.commit import Folder, is_at, locate
 from tdfunc.storage.disk.handlers import is_in_handler
 from tdfunc.storage.disk.raw import outside_transforms
 from tdfunc.storage.disk.remote import local_folder
@@ -52,7 +53,7 @@ def load_memmap(
     if device is not None:
         place = torch.device(device)
 
-    def read(root: int) -> TensorCollection:
+    def read(root: Folder) -> TensorCollection:
         return read_tree(root, os.path.realpath(name), mode, num_threads, classes, place, non_blocking)
 
     tree = read_folder(name, "load_memmap", read)
@@ -62,8 +63,8 @@ def load_memmap(
     return out
 
 
-def read_folder(name: str, call: str, read: Callable[[int], Out]) -> Out:
-    """Return the result of `read` on a descriptor of a folder, all from one save, also while other processes save.
+def read_folder(name: str, call: str, read: Callable[[Folder], Out]) -> Out:
+    """Return the result of `read` on an open folder, all from one save, also while other processes save.
 
     Raises:
         FileNotFoundError: The folder does not exist.
@@ -73,7 +74,10 @@ def read_folder(name: str, call: str, read: Callable[[int], Out]) -> Out:
     for _ in range(_RETRIES):
         with opened(name, call) as root, naming(name, call), outside_transforms():
             try:
-                return read(root)
+                result = read(root)
+                # Behind a descriptor there is one folder; behind a path there may have been two.
+                if root.fd != platform.NO_FD or is_at(root, os.path.realpath(locate(name))):
+                    return result
             except (CorruptCheckpointError, UnsupportedError, OSError):
                 # A writer may have put another folder here meanwhile, and deleted this one.
                 if is_at(root, os.path.realpath(locate(name))):
@@ -82,7 +86,7 @@ def read_folder(name: str, call: str, read: Callable[[int], Out]) -> Out:
 
 
 def read_tree(
-    root: int,
+    root: Folder,
     where: str | None,
     mode: MapMode,
     threads: int,
@@ -90,7 +94,7 @@ def read_tree(
     place: torch.device | None = None,
     non_blocking: bool = False,
 ) -> TensorCollection:
-    """Read the folder behind a descriptor; the leaves remember the path `where`."""
+    """Read an open folder; the leaves remember the path `where`."""
     reader = FolderReader(root, classes)
 
     def read_leaf(file: LeafFile) -> Tensor:
@@ -112,16 +116,16 @@ def map_each(fn: Callable[[In], Out], items: Sequence[In], threads: int) -> list
         return list(pool.map(fn, items))
 
 
-def _open_root(name: str) -> Descriptor:
+def _open_root(name: str) -> Folder:
     """Open a folder, or the old one of a writer that was killed between two steps."""
     try:
-        return Descriptor(name, FOLDER)
+        return Folder(name)
     except FileNotFoundError:
-        return Descriptor(locate(name), FOLDER)
+        return Folder(locate(name))
 
 
 @contextmanager
-def opened(name: str, call: str) -> Generator[int, None, None]:
+def opened(name: str, call: str) -> Generator[Folder, None, None]:
     """Open a folder by its name, for the block."""
     try:
         root = _open_root(name)
@@ -134,8 +138,8 @@ def opened(name: str, call: str) -> Generator[int, None, None]:
         raise NotADirectoryError(
             errno.ENOTDIR, explain(f"{call}: this is a file.", expected="a folder with meta.json", hint=hint), name
         ) from err
-    with root as fd:
-        yield fd
+    with root:
+        yield root
 
 
 @contextmanager

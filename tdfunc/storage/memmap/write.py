@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection, iter_leaves
-from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error, explain
+from tdfunc.core.errors import ConcurrencyError, LeafMismatchError, UnsupportedError, error, explain
 from tdfunc.core.keys import dotted
 from tdfunc.core.memory import MappedFile, mapped_file
+from tdfunc.core.system import platform
 from tdfunc.core.types import Path
 from tdfunc.storage.disk import commit
-from tdfunc.storage.disk.commit import Descriptor
+from tdfunc.storage.disk.commit import Descriptor, Folder
 from tdfunc.storage.disk.handlers import is_in_handler
 from tdfunc.storage.disk.raw import outside_transforms, write_all
 from tdfunc.storage.disk.remote import local_folder
@@ -194,17 +195,37 @@ def _commit(
     def write(folder: str) -> TensorCollection:
         with outside_transforms():
             write_files(folder, plan, fill, threads)
-            with Descriptor(folder, commit.FOLDER) as root:
+            with Folder(folder) as root:
                 return read_tree(root, target, "r+", threads, plan.classes)
+
+    def write_alone(folder: str) -> os.stat_result:
+        with outside_transforms():
+            write_files(folder, plan, fill, threads)
+            return os.stat(folder)
 
     if target is None:
         # The files have no name once they are mapped, and go with the last tensor on them.
         with (
             commit.naming(call, tempfile.gettempdir(), "nothing was written"),
-            tempfile.TemporaryDirectory(prefix="tdfunc-memmap-") as folder,
+            platform.passing_folder("tdfunc-memmap-") as folder,
         ):
             return write(folder)
+    if platform.HOLDS_NAMES:
+        # A folder with mapped files could not be moved to its place.
+        made = replace_folder(target, write_alone, call=call, exist_ok=existsok, sync=sync)
+        return _map_new(target, made, plan, call, threads)
     return replace_folder(target, write, call=call, exist_ok=existsok, sync=sync)
+
+
+def _map_new(target: str, made: os.stat_result, plan: FolderPlan, call: str, threads: int) -> TensorCollection:
+    """Map a folder after it has taken its place."""
+    with Folder(target) as root, outside_transforms():
+        if os.path.samestat(root.status(), made):
+            return read_tree(root, target, "r+", threads, plan.classes)
+    raise ConcurrencyError(
+        f"{call} {target}: the folder was written, and another save replaced it before it was mapped.",
+        hint="load_memmap opens what is there now.",
+    )
 
 
 def write_files(folder: str, plan: FolderPlan, fill: Callable[[str, FileLeaf], None], threads: int) -> None:
@@ -326,7 +347,7 @@ def _read_owned(folder: str) -> Owned:
 
 def create(path: str) -> Descriptor:
     """Make a new file."""
-    return Descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+    return Descriptor(path, platform.NEW_FILE, 0o666)
 
 
 def _write_leaf(path: str, file: FileLeaf, target: str | None) -> None:
@@ -351,7 +372,7 @@ def _keep_file(path: str, file: FileLeaf, place: str) -> bool:
     now = os.stat(path)
     if (now.st_dev, now.st_ino) == found.file_id and now.st_size == file.size_bytes:
         return True
-    os.unlink(path)
+    platform.remove(path)
     return False
 
 
@@ -440,7 +461,7 @@ def _map_again(top: str, leaves: list[_MappedLeaf]) -> list[Tensor]:
     # The folder of these leaves is replaced with the larger one around it, which need not be read.
     folder = os.path.commonpath([os.path.dirname(leaf.file_name) for leaf in leaves])
 
-    def read(root: int) -> list[Tensor]:
+    def read(root: Folder) -> list[Tensor]:
         files = {file.name: file for file in FolderReader(root, TensorCollection._open).files}
         return [_map_leaf_again(root, leaf, files, folder, top) for leaf in leaves]
 
@@ -454,10 +475,11 @@ def _map_again(top: str, leaves: list[_MappedLeaf]) -> list[Tensor]:
         ) from err
 
 
-def _map_leaf_again(root: int, mapped: _MappedLeaf, files: dict[str, LeafFile], folder: str, top: str) -> Tensor:
+def _map_leaf_again(root: Folder, mapped: _MappedLeaf, files: dict[str, LeafFile], folder: str, top: str) -> Tensor:
     """Map one leaf from its file among the files of a folder."""
     leaf = mapped.leaf
-    now = files.get(os.path.relpath(mapped.file_name, folder))
+    name = os.path.relpath(mapped.file_name, folder).replace(os.sep, "/")
+    now = files.get(name)
     if now is None or not _is_same_kind(mapped, now):
         size = f"{mapped.file.size_bytes} bytes in {mapped.file_name}"
         got = "no such leaf"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from tdfunc.core.system import platform
 from tdfunc.storage.safetensors.header import check_digest
 from tdfunc.storage.tree.specs import Spec, malformed
 
@@ -19,8 +20,6 @@ from tdfunc.storage.tree.specs import Spec, malformed
 BLOCK_BYTES = 16 << 20
 # From this length on, a system call for each run of a box costs little beside the copy.
 _LONG_RUN_BYTES = 1 << 16
-# The unit of `st_blocks`.
-_STAT_BYTES = 512
 # The words that numpy copies at once, by their size.
 _WORDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -131,7 +130,7 @@ def write_box(
         offset = base + sum([i * stride for i, stride in zip(index, strides, strict=False)])
         piece = raw[k * run : (k + 1) * run]
         while len(piece):
-            done = os.pwrite(fd, piece, offset)
+            done = platform.write_at(fd, piece, offset)
             piece = piece[done:]
             offset += done
 
@@ -145,7 +144,7 @@ def _copy_box(
     end = base + last + itemsize
     info = os.fstat(fd)
     # Where the file has no space yet, a full disk would end the process by a signal instead of an error.
-    if info.st_size < end or info.st_blocks * _STAT_BYTES < info.st_size:
+    if info.st_size < end or not platform.has_space(info):
         return False
     word = _WORDS.get(itemsize)
     if word is None:

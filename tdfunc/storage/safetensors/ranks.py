@@ -12,6 +12,7 @@ from torch import Tensor
 from tdfunc.core.collection import LeafOp, TensorCollection
 from tdfunc.core.errors import LeafMismatchError, UnsupportedError, error
 from tdfunc.core.nontensor import NonTensorData
+from tdfunc.core.system import platform
 from tdfunc.storage.disk.commit import Descriptor, replace_named
 from tdfunc.storage.disk.ranks import Ranks, find_sharded, group_of, is_sharded, machine_of, own_part
 from tdfunc.storage.disk.raw import raw_bytes, write_all
@@ -399,7 +400,7 @@ class RankSave:
     def _write_parts(self, path: str, place: "_Place") -> bytes:
         """Write this rank's parts; return the digests of their blocks."""
         digests: list[tuple[int, list[str]]] = []
-        with Descriptor(path, os.O_RDWR) as fd, torch.no_grad():
+        with Descriptor(path, platform.READ_WRITE) as fd, torch.no_grad():
             for i, part, values in self._parts:
                 spec = self.outline.specs[i]
                 at = place.begin + self.layout.begins[i]
@@ -414,7 +415,7 @@ class RankSave:
                     write_box(fd, raw, at, block, size, itemsize, place.is_one_machine)
                 digests.append((i, found))
             if self.fsync:
-                os.fsync(fd)
+                platform.sync_file(fd)
         return json.dumps(digests).encode()
 
 

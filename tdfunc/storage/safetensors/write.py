@@ -19,7 +19,8 @@ import xxhash
 from torch import Tensor
 
 from tdfunc.core.errors import ConcurrencyError, CorruptCheckpointError, UnsupportedError
-from tdfunc.storage.disk.commit import copy_mode, locked, naming, put_file, replace_named, settle, staged_folder, sweep
+from tdfunc.core.system import platform
+from tdfunc.storage.disk.commit import Folder, locked, naming, put_file, replace_named, settle, staged_folder, sweep
 from tdfunc.storage.disk.raw import memory_of, raw_bytes, write_all
 from tdfunc.storage.disk.remote import Files, LocalFiles, RemoteFiles, is_remote
 from tdfunc.storage.progress import bytes_bar
@@ -175,9 +176,9 @@ def _commit(plan: SavePlan, target: str, fsync: bool) -> None:
         _commit_shards(plan, target, fsync)
     elif os.path.basename(target) == SINGLE:
         folder = os.path.dirname(target)
-        with locked(folder) as fd:
+        with locked(folder) as held:
             _replace(put_file, plan.files[0], target, fsync)
-            _clear(folder, [], fsync, fd, os.path.join(folder, INDEX))
+            _clear(folder, [], fsync, held, os.path.join(folder, INDEX))
     else:
         _replace(replace_named, plan.files[0], target, fsync)
 
@@ -210,7 +211,7 @@ def _commit_shards(plan: SavePlan, folder: str, fsync: bool) -> None:
         os.mkdir(folder)
     index = os.path.join(folder, INDEX)
     single = os.path.join(folder, SINGLE)
-    with locked(folder) as fd:
+    with locked(folder) as held:
         with naming("save", folder, "the checkpoint was not replaced"):
             # Readers take this file before an index: it is the old checkpoint until it goes.
             has_single = False
@@ -219,57 +220,56 @@ def _commit_shards(plan: SavePlan, folder: str, fsync: bool) -> None:
             sweep(folder)
             with staged_folder(index) as place:
                 _write_into(plan, place, fsync)
-                _move_into(folder, place, plan.names, fd, fsync)
+                _move_into(held, place, plan.names, fsync)
             if has_single:
                 if fsync:
-                    os.fsync(fd)
+                    held.sync()
                 with suppress(FileNotFoundError):
-                    os.unlink(single)
-        _clear(folder, plan.names, fsync, fd)
+                    platform.remove(single)
+        _clear(folder, plan.names, fsync, held)
 
 
-def _move_into(folder: str, place: str, names: Sequence[str], fd: int, fsync: bool) -> None:
+def _move_into(folder: Folder, place: str, names: Sequence[str], fsync: bool) -> None:
     """Move shards into a folder, and then the index, which replaces the old one.
 
     Args:
         folder: The folder.
         place: The folder that the new files are in.
         names: The shards.
-        fd: The folder's descriptor.
         fsync: Wait until the disk has the shards, before the index is replaced.
     """
-    index = os.path.join(folder, INDEX)
+    index = os.path.join(folder.path, INDEX)
     new = os.path.join(place, INDEX)
-    copy_mode(index, new)
-    made = {os.path.join(place, name): os.path.join(folder, name) for name in names}
+    platform.copy_mode(index, new)
+    made = {os.path.join(place, name): os.path.join(folder.path, name) for name in names}
     try:
         for source, target in made.items():
-            os.rename(source, target)
+            platform.rename(source, target)
         if fsync:
-            os.fsync(fd)
-        os.replace(new, index)
+            folder.sync()
+        platform.replace(new, index)
     except BaseException:
         # As long as the new index is here, the old one has its place, and names none of these.
         if os.path.lexists(new):
             moved = [target for source, target in made.items() if not os.path.lexists(source)]
             for target in moved:
                 with suppress(OSError):
-                    os.unlink(target)
+                    platform.remove(target)
         raise
 
 
-def _clear(folder: str, own: Iterable[str], fsync: bool, fd: int, index: str | None = None) -> None:
+def _clear(folder: str, own: Iterable[str], fsync: bool, held: Folder, index: str | None = None) -> None:
     """Remove what a save replaced, once the disk has what replaces it: an index, and shards that no index names."""
 
     def clear() -> None:
         # A folder of this name is a sub-tree of a memmap.
         if index is not None and not os.path.isdir(index):
             with suppress(FileNotFoundError):
-                os.unlink(index)
+                platform.remove(index)
         sweep(folder)
         remove_shards(folder or ".", os.listdir(folder or "."), own, LocalFiles())
 
-    if not fsync or settle(folder, "a power failure may undo it", lambda: os.fsync(fd)):
+    if not fsync or settle(folder, "a power failure may undo it", held.sync):
         settle(folder, "files of the old checkpoint are still there", clear)
 
 
