@@ -9,7 +9,7 @@ PAGES = list(modules())
 
 # Each reads torch and transformers anew.
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_documented_lines_pass(checker, tmp_path):
     """All lines pass in strict mode, except findings that other libraries cause."""
@@ -17,7 +17,7 @@ def test_documented_lines_pass(checker, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_a_mistake_is_found_at_its_line(checker, tmp_path):
     """A call with a wrong argument is a finding with page and line, also below functions without annotations."""

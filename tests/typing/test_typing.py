@@ -42,7 +42,7 @@ def test_sample(name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1300)
 def test_samples_in_mypy(tmp_path):
     """Mypy infers the same types, and reports errors at the same lines."""
     for name in BOTH:
