@@ -25,8 +25,8 @@ LEVELS = ("bare", "windows")
 VARIABLE = "TDFUNC_TEST_LACKS"
 _GONE = (
     "O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "pread", "preadv", "pwrite", "pwritev",
-    "posix_fallocate", "posix_fadvise", "register_at_fork", "fork", "forkpty", "sched_getaffinity", "sysconf",
-    "fchown", "mkfifo",
+    "posix_fallocate", "posix_fadvise", "register_at_fork", "fork", "forkpty", "sched_getaffinity",
+    "fchown",
 )  # fmt: skip
 _HIDDEN = {"/proc/self/fd", "/dev/fd", "/proc/self/pagemap", "/proc/sys/kernel/random/boot_id"}
 _O_BINARY = 0x8000

@@ -323,7 +323,7 @@ def rename(source: str, target: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Remove a file; as for `replace`."""
+    """Remove a file that other programs open for a moment at most; as for `replace`."""
     _insist(os.unlink, path)
 
 
@@ -368,12 +368,9 @@ def passing_folder(prefix: str) -> Generator[str, None, None]:
             yield made
         return
     made = tempfile.mkdtemp(prefix=prefix)
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-        if os.path.isdir(made):
-            atexit.register(shutil.rmtree, made, ignore_errors=True)
+    # Also a map that is made later needs the name.
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    yield made
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------
@@ -413,6 +410,7 @@ def read_ahead(fd: int, offset: int, size_bytes: int) -> None:
 # -- memory -----------------------------------------------------------------------------------------------------
 
 PAGE_BYTES: int = mmap.PAGESIZE
+_madvise: Any = getattr(_libc, "madvise", None)
 _mincore: Any = getattr(_libc, "mincore", None)
 if _mincore is not None:
     # With types given, ints are taken as they are, which is faster.
@@ -436,7 +434,7 @@ def want_memory(begins: Iterable[int], ends: Iterable[int]) -> None:
     """Have the system read parts of mapped files; each begins at a page."""
     # An advice that is refused costs time and nothing else.
     for begin, end in zip(begins, ends, strict=True):
-        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(_WILLNEED))
+        _madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(_WILLNEED))
 
 
 def release_pages(begin: int, size_bytes: int) -> None:
@@ -444,9 +442,9 @@ def release_pages(begin: int, size_bytes: int) -> None:
 
     Weaker: they count as memory of the process until the system needs it.
     """
-    if _libc is not None and size_bytes:
+    if _madvise is not None and size_bytes:
         first = begin - begin % PAGE_BYTES
-        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(begin + size_bytes - first), ctypes.c_int(_DONTNEED))
+        _madvise(ctypes.c_void_p(first), ctypes.c_size_t(begin + size_bytes - first), ctypes.c_int(_DONTNEED))
 
 
 def read_page_flags(first: int, count: int) -> bytes | None:

@@ -198,7 +198,7 @@ class LocalFiles:
 
     def remove(self, path: str) -> None:
         """Delete a file."""
-        platform.remove(path)
+        os.unlink(path)
 
 
 # What file systems say of a file that differs when it is replaced; other entries, such as a signed URL, differ always.
