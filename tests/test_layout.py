@@ -49,7 +49,7 @@ SYSTEM_MEMBERS = {
     "os.register_at_fork", "os.rename", "os.replace", "os.sched_getaffinity", "os.statvfs", "os.supports_dir_fd",
     "os.sync", "os.sysconf", "os.uname", "signal.SIGKILL", "signal.SIGPIPE", "signal.pthread_sigmask", "sys.platform",
 }  # fmt: skip
-SYSTEM_WORDS = re.compile(
+SYSTEM_WORDS = re.compile("|".join([r"\b(?:os|sys|signal|mmap|ctypes)\b|dir_fd|/proc/|/dev/", *sorted(SYSTEM_MODULES)]))
     "|".join([r"\b(?:os|sys|signal|mmap|ctypes)\b", "dir_fd|/proc/|/dev/", *sorted(SYSTEM_MODULES)])
 )
 
