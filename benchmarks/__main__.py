@@ -1,4 +1,7 @@
-"""`python -m benchmarks`: measure all parts, or some, keep the numbers in `results/`, write docs/benchmarks.md."""
+"""`python -m benchmarks`: measure all parts, or some, keep the numbers in `results/`, write docs/benchmarks.md.
+
+`--show PART ...` prints all rows of parts from the kept numbers, and measures nothing.
+"""
 
 import argparse
 import json
@@ -40,8 +43,9 @@ from benchmarks import (
     widths,
 )
 from benchmarks.measure import QUICK, Effort
-from benchmarks.page import write
+from benchmarks.page import render, write
 from benchmarks.rows import OURS, Measured, Suite, judge_suite, measure_suite, shown, time_shown
+from benchmarks.terminal import show
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 ALL = (
@@ -136,12 +140,18 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=[*SUITES, *OTHERS], nargs="*", metavar="PART", help="measure these parts again, or none"
     )
+    parser.add_argument(
+        "--show", nargs="*", metavar="PART", help="print the kept rows of these parts, or list the parts"
+    )
     parser.add_argument("--quick", action="store_true", help="few and short rounds, only printed: shows that it runs")
     parser.add_argument(
         "--newer", type=Path, default=Path(sys.prefix) / "tensordict-newer", help="a folder with a newer tensordict"
     )
     parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.show is not None:
+        show(options.show, render(results.load(ALL)), parser.prog)
+        return
     torch.set_num_threads(1)
     torch.manual_seed(0)
     effort = QUICK if options.quick else Effort()

@@ -289,8 +289,7 @@ SUITE = Suite(
     " `output_logits=True`. The modes of the wrapper read and return texts or conversations. Their rival is "
     "the tokenizer's call, `model.generate` and `batch_decode`. Chat templates render 64 conversations of 8 "
     "messages. Their rival is the tokenizer's own call with the same arguments on lists of dicts, which "
-    "returns no masks for a template without `{% generation %}`. [Peak "
-    "memory](benchmarks_files.md#peak-memory) has the memory of scoring.",
+    "returns no masks for a template without `{% generation %}`. The part `memory` has the memory of scoring.",
     llm_cases,
     (
         Row("log-probs of tokens", MODEL, 1.0, "at most", ("score 4 rows of about 256 tokens",)),

@@ -1,10 +1,12 @@
-"""The writer of docs/benchmarks.md and of the pages of tables, without a date; nobody edits them by hand."""
+"""The writer of docs/benchmarks.md and of the tables of `--show`, without a date; nobody edits the page by hand."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks import compiled, ensembles, memory, scaling, widths
+from benchmarks.causes import CAUSES, Cause, cause_of
 from benchmarks.chart import draw, speedups
 from benchmarks.compiled import Compiled
 from benchmarks.ensembles import Cell
@@ -14,29 +16,16 @@ from benchmarks.results import Results, describe_machine, version_of
 from benchmarks.rows import OURS, SLOW_S, Clock, Measured, Suite, shown, time_shown
 from benchmarks.scaling import Depth, Growth
 
-# The pages of tables, none longer than ten screens: the subject and the parts of each.
-PAGES = {
-    "benchmarks_trees.md": ("trees", ("trees", "newer", "tensorclass", "modules", "nn", "scaling")),
-    "benchmarks_families.md": ("families of operations", ("families",)),
-    "benchmarks_training.md": ("training", ("training", "first_calls")),
-    "benchmarks_ensembles.md": (
-        "ensembles and language models",
-        ("widths", "recurrent", "ensembles", "optimizers", "lora", "llm", "compiled", "gpus"),
-    ),
-    "benchmarks_files.md": ("files and processes", ("storage", "async", "gather", "map", "messages", "memory")),
-    "benchmarks_slower.md": ("where tdfunc is slower", ("slower",)),
-}
-PAGE_OF = {part: name for name, (_, parts) in PAGES.items() for part in parts}
 PICTURE, WIDTHS = "assets/benchmarks.svg", "assets/widths.svg"
 # A wall-time ratio this far from that of CPU times gets a remark.
 APART = 0.15
+# A speed-up over another version below this one is counted.
+NOTICED = 0.95
 # Seconds of a first call that get a remark.
 COMPILES_S = 1.0
 _CLOCKS: dict[Clock, str] = {"cpu": "CPU", "wall": "wall"}
 SCALING_SOURCES = (scaling.tree_ways, scaling.swap_way, scaling.growth, scaling.depth)
 COMPILED_SOURCES = (compiled.step_functions, compiled.compile_counts)
-# The tables have a row for each measurement, which search results would be full of.
-_NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -45,19 +34,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def anchor(text: str) -> str:
-    """Return the anchor of a heading, as Markdown's toc makes it."""
-    kept = "".join(c for c in text.lower() if c.isalnum() or c in " -_")
-    return "-".join(kept.split())
-
-
-def _address(suite: Suite) -> str:
-    """Return the link to the table of a suite."""
-    return f"{PAGE_OF[suite.name]}#{anchor(suite.title)}"
-
-
 def render(results: Results) -> dict[str, str]:
-    """Return the pages of tables by their names."""
+    """Return the tables of each part that was measured, and of `slower`, `gpus` and the `machines`."""
     found = {
         suite.name: [
             f"## {suite.title}",
@@ -73,27 +51,23 @@ def render(results: Results) -> dict[str, str]:
         "gpus": _gpus(results.gpus),
         "memory": _memory(results.peaks),
         "slower": _slower(results),
+        "against": _against_rows(results),
+        "machines": [_machines(results)],
     }
-    texts: dict[str, str] = {}
-    for name, (subject, parts) in PAGES.items():
-        head = [_NOT_SEARCHED, f"# Tables of benchmarks: {subject}", _about_tables(), _machines(results)]
-        texts[name] = "\n\n".join(head + [text for part in parts for text in found.get(part, [])]) + "\n"
-    return texts
+    return {part: "\n\n".join(texts) for part, texts in found.items() if texts}
 
 
 def render_summary(results: Results) -> str:
-    """Return the page with the charts and a line for each part."""
+    """Return the page: the charts, a line for each part, and the causes of what is slower."""
     parts = ["# Benchmarks", _intro(), f"![Speed-ups of common work]({PICTURE}){{ .wide }}"]
-    parts += _widths(results) + _overview(results) + _peaks(results.peaks) + _gpu_state(results.gpus)
-    parts += _against(results) + ["## Method", _method(), _machines(results)]
+    parts += _widths(results) + _overview(results) + _causes(results) + _peaks(results.peaks)
+    parts += _gpu_state(results.gpus) + _against(results) + ["## Method", _method(), _machines(results)]
     return "\n\n".join(parts) + "\n"
 
 
 def write(results: Results, path: Path) -> None:
-    """Write the summary to `path`, the tables beside it, and the charts."""
+    """Write the page to `path`, and its charts beside it."""
     path.write_text(render_summary(results))
-    for name, text in render(results).items():
-        path.with_name(name).write_text(text)
     measured = {suite.name: (cases, suite.clock) for suite, cases in results.suites}
     if results.newer is not None:
         measured["newer"] = (results.newer[1], "cpu")
@@ -108,11 +82,11 @@ def write(results: Results, path: Path) -> None:
 
 
 def _intro() -> str:
-    *others, last = [f"[{subject}]({name})" for name, (subject, _) in PAGES.items()]
-    return _prose(f"""
-        The chart compares common work in tdfunc with the rival beside each bar, on one CPU core. Blue bars show how
-        many times faster tdfunc is. In orange rows, tdfunc is slower. The tables list all comparisons, including all
-        rows where tdfunc is slower: {", ".join(others)} and {last}.
+    return _prose("""
+        This page shows how fast tdfunc is beside other libraries, and where it is slower. All numbers come from one
+        CPU core. In a clone of the repository, `python -m benchmarks --show training` prints all rows of a part; it
+        measures nothing. `--show` lists the parts. See also: [Train one model or many](training.md),
+        [Trust](reliability.md), [Run on a GPU](gpu.md). In the chart, tdfunc is slower in the orange rows.
     """)
 
 
@@ -122,14 +96,13 @@ def _widths(results: Results) -> list[str]:
         return []
     ((suite, measured),) = found
     members = max(widths.MEMBERS)
-    rows = [
-        [model, str(width), shown(value)]
-        for model, lines in widths.speedups(measured).items()
-        for width, value in lines[members].items()
-    ]
-    text = f"The table has the rows with {members} members. [All rows]({_address(suite)})"
+    rows: list[list[str]] = []
+    for model, lines in widths.speedups(measured).items():
+        values = [f"{shown(value)} ({width})" for width, value in lines[members].items()]
+        rows.append([model, ", ".join(values)])
     parts = [f"## {suite.title}", suite.intro, f"![Speed-up by the width of a member]({WIDTHS}){{ .wide }}"]
-    return [*parts, f"{text} also have other numbers of members.", table(("model", "width", "speed-up"), rows)]
+    text = f"These are the speed-ups with {members} members. `--show widths` also has other numbers of members."
+    return [*parts, text, table(("model", "speed-up (width)"), rows)]
 
 
 class _Comparison(NamedTuple):
@@ -152,30 +125,57 @@ def _comparisons(suite: Suite, measured: Sequence[Measured]) -> list[_Comparison
 def _overview(results: Results) -> list[str]:
     if not results.suites:
         return []
-    parts: list[tuple[float, list[str]]] = []
+    rows: list[list[str]] = []
     for suite, measured in results.suites:
         found = _comparisons(suite, measured)
-        worst = min(found)
-        faster = sum(each.ratio >= 1 for each in found)
-        smallest = f"{shown(worst.ratio)}: {worst.what}, against {worst.rival}"
-        parts.append((worst.ratio, [f"[{suite.title}]({_address(suite)})", f"{faster} of {len(found)}", smallest]))
-    rows = [row for _, row in sorted(parts)]
+        ratios = sorted(each.ratio for each in found)
+        faster = sum(ratio >= 1 for ratio in ratios)
+        part = f"{suite.title} (`{suite.name}`)"
+        rows.append([part, f"{faster} of {len(found)}", shown(median(ratios)), _between(ratios)])
     text = _prose("""
-        Each part compares several cases with several rivals. Some rivals do less work: a raw dict checks nothing,
-        and `os.write` writes bytes without names. The last column has the comparison with the smallest speed-up, and
-        the parts are in its order.
+        A part compares several cases with several rivals. Some rivals do less work: a raw dict checks nothing. *2x*
+        means that tdfunc takes half the time. Names in brackets are names for `--show`, which also has `newer` (a
+        newer tensordict), `scaling` (the cost by the number of leaves), `ensembles` (the ways to run one), `compiled`
+        (graphs of `torch.compile`) and `memory`.
     """)
-    return ["## All parts", text, table(("part", "tdfunc is faster", "smallest speed-up"), rows)]
+    return ["## All parts", text, table(("part", "tdfunc is faster", "median", "range"), rows)]
+
+
+def _between(ratios: Sequence[float]) -> str:
+    """Return the range of ratios in ascending order."""
+    first, last = shown(ratios[0]), shown(ratios[-1])
+    return first if first == last else f"{first} to {last}"
+
+
+def _causes(results: Results) -> list[str]:
+    """Return a row for each cause of slower comparisons: how many there are, and their range."""
+    found = {cause: sorted(each.ratio for each in some) for cause, some in slower_by_cause(results).items()}
+    rows = [
+        [cause.words, cause.against, str(len(ratios)), _between(ratios)]
+        for cause, ratios in found.items()
+        if cause is not None
+    ]
+    if not rows:
+        return []
+    text = "`--show slower` prints each comparison, the slowest first."
+    return ["## Where tdfunc is slower", text, table(("cause", "against", "rows", "speed-up"), rows)]
+
+
+def slower_by_cause(results: Results) -> dict[Cause | None, list[_Comparison]]:
+    """Return the comparisons below 1 by their causes; under None, the ones without a cause."""
+    found: dict[Cause | None, list[_Comparison]] = {cause: [] for cause in CAUSES}
+    for suite, measured in results.suites:
+        for each in _comparisons(suite, measured):
+            if each.ratio < 1:
+                found.setdefault(cause_of(suite.name, each.rival, each.what), []).append(each)
+    return {cause: some for cause, some in found.items() if some}
 
 
 def _peaks(peaks: Sequence[Peak]) -> list[str]:
     shown_peaks = [peak for peak in peaks if peak.what.startswith(("save in the background, 200", "score"))]
     if not shown_peaks:
         return []
-    text = _prose(f"""
-        The peak is the largest resident memory beyond the tree or the model. [Peak
-        memory]({PAGE_OF["memory"]}#peak-memory) has more rows.
-    """)
+    text = "The peak is the largest resident memory beyond the tree or the model. `--show memory` has more rows."
     rows = [[f"{peak.what}: {peak.way}", _megabytes(peak.size_bytes)] for peak in shown_peaks]
     return ["## Memory", text, table(("work", "peak"), rows)]
 
@@ -184,40 +184,39 @@ def _gpu_state(found: Sequence[dict[str, Any]]) -> list[str]:
     if not found:
         return ["## GPUs", "The benchmarks have not run on a GPU yet. `make gpu` runs the tests and the rows of a GPU."]
     names = ", ".join(device["device"] for device in found)
-    return ["## GPUs", f"[GPUs]({PAGE_OF['gpus']}#gpus) has the rows of these devices: {names}."]
-
-
-def _about_tables() -> str:
-    return _prose(f"""
-        [Benchmarks](benchmarks.md) describes the method. *2x* means that tdfunc takes half the time. [One
-        page]({PAGE_OF["slower"]}) lists all comparisons in which tdfunc is slower.
-    """)
+    return ["## GPUs", f"`--show gpus` has the rows of these devices: {names}."]
 
 
 def _against(results: Results) -> list[str]:
     if results.against is None:
         return []
     commit, rows = results.against
-    ratios = {what: before / now for what, before, now in rows}
-    slower = [f"{what} ({shown(ratio)})" for what, ratio in ratios.items() if ratio < 0.95]
+    ratios = [before / now for _, before, now in rows]
+    slower = sum(ratio < NOTICED for ratio in ratios)
     text = _prose(f"""
         `python -m benchmarks.against FOLDER trees training` runs two versions on the same core in alternating rounds.
         It tells a slower version from a slower machine. Against version {commit}, the {len(ratios)} cases of trees,
-        modules and training steps are {shown(geometric_mean(ratios.values()))} as fast in the mean, from
-        {shown(min(ratios.values()))} to {shown(max(ratios.values()))}.
+        modules and training steps are {shown(geometric_mean(ratios))} as fast in the mean, from {shown(min(ratios))}
+        to {shown(max(ratios))}. {slower} are below {shown(NOTICED)} (`--show against`), and differ by run.
     """)
-    if slower:
-        text += f" Below 0.95x: {', '.join(slower)}. These cases move megabytes, and their ratios differ by run."
     return ["## Against another version", text]
+
+
+def _against_rows(results: Results) -> list[str]:
+    if results.against is None:
+        return []
+    commit, rows = results.against
+    cells = [[what, time_shown(before), time_shown(now), shown(before / now)] for what, before, now in rows]
+    return [f"## Against version {commit}", table(("work", "before", "now", "speed-up"), cells)]
 
 
 def _method() -> str:
     return _prose("""
-        `make bench` measures all parts and writes these pages. `make bench PARTS="training nn"` measures two parts.
+        `make bench` measures all parts and writes this page. `make bench PARTS="training nn"` measures two parts.
         All rivals of a case run in one process, in alternating rounds of a few milliseconds (of fifty for training
         steps), on one torch thread, without garbage collection. A time is the median CPU time of this thread over the
-        rounds, minus the time of an empty call. If the wall time gives another ratio, the last column of the tables
-        has it. *2x* means that tdfunc takes half the time.
+        rounds, minus the time of an empty call. Work that waits for a disk or another process is judged by wall time.
+        If the other clock gives another ratio, the last column of the printed tables has it.
     """)
 
 
@@ -241,9 +240,12 @@ def _machines(results: Results) -> str:
     found: dict[tuple[str, ...], list[str]] = {}
     for part, machine in (results.machines or {"": describe_machine()}).items():
         found.setdefault(tuple(machine.values()), []).append(part)
-    labels = describe_machine().keys()
-    heads = ["measured on"] if len(found) == 1 else [f"measured: {', '.join(parts)}" for parts in found.values()]
-    return table(("", *heads), [[label, *values] for label, *values in zip(labels, *found, strict=True)])
+    # The column with the most parts is the last one and names none.
+    *some, most = sorted(found, key=lambda values: len(found[values]))
+    heads = [f"measured: {', '.join(found[values])}" for values in some]
+    heads.append("measured: the other parts" if some else "measured on")
+    rows = [list(row) for row in zip(describe_machine().keys(), *some, most, strict=True)]
+    return table(("", *heads), rows)
 
 
 # -- where tdfunc is slower ------------------------------------------------------------------------------------
@@ -259,13 +261,12 @@ def _slower(results: Results) -> list[str]:
     found.sort(key=lambda pair: pair[0].ratio)
     rows: list[list[str]] = []
     for each, suite in found:
-        title = f"[{suite.title}]({_address(suite)})"
-        rows.append([f"{title}: {each.what}", each.rival, shown(each.ratio), _reason(suite, each)])
+        rows.append([f"{suite.title}: {each.what}", each.rival, shown(each.ratio), _reason(suite, each)])
     text = _prose("""
         These are all comparisons in which tdfunc takes more time, the slowest first. Some rivals do less work: a raw
         dict checks nothing.
     """)
-    return [text, table(("work", "against", "speed-up", "reason"), rows)]
+    return ["## Where tdfunc is slower", text, table(("work", "against", "speed-up", "reason"), rows)]
 
 
 def _reason(suite: Suite, comparison: _Comparison) -> str:

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -26,6 +25,7 @@ from benchmarks import (
     rows,
     scaling,
     storage,
+    terminal,
     training,
     trees,
 )
@@ -312,8 +312,6 @@ def test_page_shows_every_row_and_its_source():
     text = a_page()
 
     assert "| get | other | 1.00 us | 2.00 us | 2.00x |  |" in text
-    anchors = {page.anchor(line.lstrip("# ")) for line in text.splitlines() if line.startswith("#")}
-    assert set(re.findall(r"\]\([^)]*#([^)]*)\)", text)) <= anchors
     assert "Code: `a_page` in `benchmarks/test_benchmarks.py`." in text
 
 
@@ -321,12 +319,12 @@ def test_page_lists_what_is_slower_with_its_reason():
     """A slower comparison would have to be found in the tables."""
     text = a_page(us=4.0)
 
-    assert "| [Tree operations](benchmarks_trees.md#tree-operations): get | other | 0.50x | It checks. |" in text
+    assert "| Tree operations: get | other | 0.50x | It checks. |" in text
 
 
 def test_page_lists_nothing_that_is_faster():
     """A reader would take it for slower."""
-    assert "(benchmarks_trees.md#tree-operations): get" not in a_page()
+    assert "| Tree operations: get" not in a_page()
 
 
 def test_page_names_versions_and_no_date():
@@ -338,9 +336,9 @@ def test_page_names_versions_and_no_date():
     assert not re.search(r"\b20\d\d-\d\d", text)
 
 
-def test_every_bar_of_the_picture_is_a_row_of_the_page():
-    """The committed page has the case and rival of each bar, so that a renamed row cannot leave the picture."""
-    text = "".join((Path(__file__).parent.parent / "docs" / name).read_text() for name in page.PAGES)
+def test_every_bar_of_the_picture_is_a_row_of_the_kept_results():
+    """The tables have the case and rival of each bar, so that a renamed row cannot leave the picture."""
+    text = "".join(page.render(results.load(SUITES)).values())
 
     assert [bar for bar in chart.BARS if f"| {bar.case} | {bar.rival} |" not in text] == []
 
@@ -358,23 +356,83 @@ def test_picture_draws_rows_where_we_are_slower(tmp_path):
 
 
 def test_page_and_picture_are_written(tmp_path):
-    """The picture is at the place that the summary names, the tables are beside it, and every part has a page."""
+    """The picture is at the place that the page names."""
     newer = ("9.9", [measured("add, 100 leaves", tdfunc=1.0, tensordict=2.0)])
     page.write(results.Results(newer=newer), tmp_path / "b.md")
 
     assert f"]({page.PICTURE})" in (tmp_path / "b.md").read_text()
     assert (tmp_path / page.PICTURE).exists()
-    assert all((tmp_path / name).exists() for name in page.PAGES)
-    assert page.PAGE_OF.keys() >= set(__main__.SUITES) | set(__main__.OTHERS)
 
 
-def test_the_summary_names_the_smallest_speed_up():
+def test_every_part_can_be_shown():
+    """The rows of a part would be kept, and nobody could read them."""
+    kept = set(results.load(SUITES).machines)
+
+    assert page.render(results.load(SUITES)).keys() >= kept | set(__main__.SUITES)
+
+
+def test_the_page_names_parts_that_can_be_shown():
+    """The page would name a part that the program does not know."""
+    text = __main__.PAGE.read_text()
+    named = re.findall(r"--show (\w+)", text) + re.findall(r"\(`(\w+)`\)", text)
+
+    assert len(named) > len(SUITES)
+    assert set(named) <= page.render(results.load(SUITES)).keys()
+
+
+@pytest.mark.parametrize("names", [["get"], ["trees", "get"]])
+def test_an_unknown_part_lists_the_known_ones(names):
+    """A user would have to guess."""
+    with pytest.raises(SystemExit, match="bench: there is no part get; parts: trees nn"):
+        terminal.show(names, {"trees": "", "nn": ""}, "bench")
+
+
+def test_parts_are_printed(monkeypatch, capsys):
+    """The rows would only be in JSON."""
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--show", "training"])
+    __main__.main()
+
+    assert re.search(r"^MLP 16-64-64-1, 64 members +jax.jit +[\d.]+ ms ", capsys.readouterr().out, re.M)
+
+
+def test_parts_are_listed(capsys):
+    """The names would be found only in the code."""
+    terminal.show([], {"trees": "", "nn": ""}, "bench")
+
+    assert capsys.readouterr().out == "parts: trees nn\n"
+
+
+def test_tables_are_padded_for_a_terminal():
+    """Columns would be hard to follow; a link would be longer than its text."""
+    text = "[A](b.md)\n\n| what | n |\n| --- | --: |\n| long \\| name | 1 |\n| x | 10 |\n"
+
+    assert terminal.plain(text) == "A\n\nwhat          n\n-----------  --\nlong | name   1\nx            10"
+
+
+def test_every_slower_comparison_has_a_cause():
+    """The page would leave out a comparison in which tdfunc is slower."""
+    found = page.slower_by_cause(results.load(SUITES))
+
+    assert len(found) > 10
+    assert found.get(None, []) == []
+
+
+def test_the_page_counts_comparisons_by_cause():
+    """The page would hide the rows where tdfunc is slower."""
+    suite = Suite("lora", "Adapters", "", lambda: [], (), (a_page,))
+    found = [Measured("64", {"tdfunc": Timing(4.0, 4.0, 5), "one adapter": Timing(2.0, 2.0, 5)})]
+    text = page.render_summary(results.Results([(suite, found)]))
+
+    assert re.search(r"^\| Adapters\. .* \| one adapter, as many tokens \| 1 \| 0\.50x \|$", text, re.M)
+
+
+def test_the_summary_has_the_median_and_the_range():
     """The summary would hide the rows where tdfunc is slower."""
     suite = Suite("trees", "Tree operations", "", lambda: [], (), (a_page,))
     found = [measured("get", tdfunc=4.0, other=2.0), measured("set", tdfunc=1.0, other=2.0)]
     text = page.render_summary(results.Results([(suite, found)]))
 
-    assert "| [Tree operations](benchmarks_trees.md#tree-operations) | 1 of 2 | 0.50x: get, against other |" in text
+    assert "| Tree operations (`trees`) | 1 of 2 | 1.25x | 0.50x to 2.00x |" in text
 
 
 def test_measurements_are_read_as_they_were_stored(tmp_path):
@@ -403,8 +461,8 @@ def test_parts_measured_elsewhere_are_told_apart():
     here = results.describe_machine()
     machines = {"trees": here, "nn": here, "map": {**here, "processor": "another"}}
 
-    assert f"| processor | {here['processor']} | another |" in page._machines(results.Results(machines=machines))
-    assert "|  | measured: trees, nn | measured: map |" in page._machines(results.Results(machines=machines))
+    assert f"| processor | another | {here['processor']} |" in page._machines(results.Results(machines=machines))
+    assert "|  | measured: map | measured: the other parts |" in page._machines(results.Results(machines=machines))
 
 
 def test_the_page_is_made_of_the_measurements_that_are_kept():
@@ -413,8 +471,6 @@ def test_the_page_is_made_of_the_measurements_that_are_kept():
 
     assert kept <= {suite.name for suite in SUITES} | {*__main__.OTHERS, "against"}
     assert page.render_summary(results.load(SUITES)) == __main__.PAGE.read_text()
-    for name, text in page.render(results.load(SUITES)).items():
-        assert text == __main__.PAGE.with_name(name).read_text()
 
 
 def test_tables_escape_bars():
@@ -485,7 +541,7 @@ def test_memory_ways_run(tmp_path):
         for way in ways(leaves, tmp_path / name).values():
             way()
     peaks = [memory.Peak("save 5 tensors", "tdfunc", 1_500_000, 250_000)]
-    text = page.render(results.Results(peaks=peaks))["benchmarks_files.md"]
+    text = page.render(results.Results(peaks=peaks))["memory"]
 
     assert "| save 5 tensors: tdfunc | 1.5 MB | 0.2 MB |" in text
     assert "`benchmarks/memory.py`" in text

@@ -136,7 +136,7 @@ __all__ = [
     "while_loop",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Imported when they are first used.
 _LAZY = ("llm", "nn", "sklearn", "spec")

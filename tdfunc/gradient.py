@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,10 +23,14 @@ from tdfunc.ops.edits.structure import keep_leaves
 Wrt: TypeAlias = "FilterLike | Sequence[FilterLike | None] | None"
 
 
-# Any: fn takes and returns what it likes.
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+# Any: a tree, a tuple of trees or a pair, as `argnums` and `has_aux` are.
 def grad(
-    fn: Callable[..., Any], wrt: "Wrt" = None, *, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
-) -> Callable[..., Any]:
+    fn: Callable[P, Any], wrt: "Wrt" = None, *, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[P, Any]:
     """Return a function for the gradients of a scalar by leaves of a tree.
 
     Args:
@@ -60,7 +64,7 @@ def grad(
     both = value_and_grad(fn, wrt, argnums=argnums, has_aux=has_aux)
 
     @functools.wraps(fn)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: P.args, **kwargs: P.kwargs) -> Any:
         value, grads = both(*args, **kwargs)
         if has_aux:
             return grads, value[1]
@@ -70,8 +74,8 @@ def grad(
 
 
 def value_and_grad(
-    fn: Callable[..., Any], wrt: "Wrt" = None, *, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
-) -> Callable[..., Any]:
+    fn: Callable[P, R], wrt: "Wrt" = None, *, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[P, tuple[R, Any]]:
     """Return a function for the value of a scalar and its gradients by leaves of a tree; arguments as for `grad`.
 
     Returns:
@@ -84,42 +88,32 @@ def value_and_grad(
         (tensor(6.), tensor([4., 4., 4.]))
     """
     places = (argnums,) if isinstance(argnums, int) else argnums
-    # Any: what a Filter is made from.
-    filters: tuple[Any, ...] = (wrt,) * len(places)
-    if isinstance(wrt, (list, tuple)):
-        filters = tuple(wrt)
-    if len(filters) != len(places):
-        raise error(
-            ValueError,
-            f"grad: wrt has {len(filters)} filters for {len(places)} arguments.",
-            expected="a filter for each of argnums",
-            got=f"{len(filters)} filters",
-        )
+    filters = _filters_of(wrt, len(places))
+
+    # Any: trees in place of some arguments.
+    call: Callable[..., Any] = fn
 
     @functools.wraps(fn)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: P.args, **kwargs: P.kwargs) -> Any:
         distinct = {place % max(len(args), 1) for place in places}
         if len(distinct) < len(places):
             raise error(ValueError, "grad: argnums names an argument twice.", got=brief(argnums))
-        trees = [_tree(args, place) for place in places]
-        choices = [_choose(tree, where) for tree, where in zip(trees, filters, strict=True)]
+        chosen = [_choose(_tree(args, place), where) for place, where in zip(places, filters, strict=True)]
         aux = _Aux()
 
         def inner(columns: list[list[Tensor]]) -> Any:
             given = list(args)
-            for place, tree, choice, leaves in zip(places, trees, choices, columns, strict=True):
-                given[place] = _put(tree, choice, leaves)
-            out = fn(*given, **kwargs)
+            for place, choice, leaves in zip(places, chosen, columns, strict=True):
+                given[place] = _put(choice, leaves)
+            out = call(*given, **kwargs)
             if not has_aux:
                 return _check_value(out)
             _check_pair(out)
             return _check_value(out[0]), aux.split(out[1])
 
-        leaves: list[list[Tensor]] = []
-        for choice in choices:
-            leaves.append([entry.leaf for entry in choice])
         # torch.func returns the gradients first.
         both = torch.func.grad_and_value(inner, has_aux=has_aux)
+        leaves = [[entry.leaf for entry in choice.entries] for choice in chosen]
         if is_compiling():
             columns, value = both(leaves)
         else:
@@ -128,15 +122,29 @@ def value_and_grad(
         if has_aux:
             number, tensors = value
             value = (number, aux.join(tensors))
-        grads: list[TensorCollection] = []
-        for tree, choice, column in zip(trees, choices, columns, strict=True):
-            paths = {path for entry in choice for path in entry.paths}
-            grads.append(_put(keep_leaves(tree, paths), choice, column))
+        grads = tuple([_gradient(choice, column) for choice, column in zip(chosen, columns, strict=True)])
         if isinstance(argnums, int):
             return value, grads[0]
-        return value, tuple(grads)
+        return value, grads
 
     return run
+
+
+# Any: what a Filter is made from.
+def _filters_of(wrt: Any, count: int) -> tuple[Any, ...]:
+    """Return a filter for each of `count` arguments."""
+    if not isinstance(wrt, (list, tuple)):
+        return (wrt,) * count
+    # Any: as above.
+    filters: tuple[Any, ...] = tuple(wrt)
+    if len(filters) != count:
+        raise error(
+            ValueError,
+            f"grad: wrt has {len(filters)} filters for {count} arguments.",
+            expected="a filter for each of argnums",
+            got=f"{len(filters)} filters",
+        )
+    return filters
 
 
 class _Aux:
@@ -196,11 +204,18 @@ def _tree(args: tuple[Any, ...], place: int) -> TensorCollection:
     )
 
 
-def _choose(tree: TensorCollection, where: Any) -> list[Entry]:
-    """Return the entries of the leaves that get a gradient."""
+class _Choice(NamedTuple):
+    """A tree, and the entries of its leaves that get a gradient."""
+
+    tree: TensorCollection
+    entries: list[Entry]
+
+
+def _choose(tree: TensorCollection, where: Any) -> _Choice:
     found = entries(tree)
     if where is None:
-        return [entry for entry in found if entry.kind in (None, Kind.PARAMETER) and _has_gradient(entry.leaf)]
+        followed = [entry for entry in found if entry.kind in (None, Kind.PARAMETER) and _has_gradient(entry.leaf)]
+        return _Choice(tree, followed)
     chosen = list(compress(found, Filter(where).mask(found)))
     for entry in chosen:
         if not _has_gradient(entry.leaf):
@@ -210,17 +225,27 @@ def _choose(tree: TensorCollection, where: Any) -> list[Entry]:
                 got=str(entry.leaf.dtype).removeprefix("torch."),
                 hint="leave it out of wrt=.",
             )
-    return chosen
+    return _Choice(tree, chosen)
 
 
 def _has_gradient(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _put(tree: TensorCollection, choice: list[Entry], leaves: list[Tensor]) -> TensorCollection:
-    """Return a tree with other leaves in place of the chosen ones, under all their paths."""
+def _put(choice: _Choice, leaves: list[Tensor]) -> TensorCollection:
+    """Return the tree with other leaves in place of the chosen ones, under all their paths."""
+    return replace(choice.tree, _by_path(choice, leaves))
+
+
+def _gradient(choice: _Choice, leaves: list[Tensor]) -> TensorCollection:
+    """Return a tree of only the chosen leaves, with their gradients."""
+    new = _by_path(choice, leaves)
+    return replace(keep_leaves(choice.tree, set(new)), new)
+
+
+def _by_path(choice: _Choice, leaves: list[Tensor]) -> dict[Path, Tensor]:
     new: dict[Path, Tensor] = {}
-    for entry, leaf in zip(choice, leaves, strict=True):
+    for entry, leaf in zip(choice.entries, leaves, strict=True):
         for path in entry.paths:
             new[path] = leaf
-    return replace(tree, new)
+    return new

@@ -18,7 +18,7 @@ from tdfunc.core.keys import dotted
 from tdfunc.core.nontensor import NonTensorBase
 from tdfunc.ops.base.reading import iter_items
 from tdfunc.storage.manager.manager import CheckpointManager
-from tdfunc.sweep import Mode, Results, rank
+from tdfunc.sweep.choose import Mode, Results, rank
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -50,8 +50,6 @@ SYSTEM_MEMBERS = {
     "os.sync", "os.sysconf", "os.uname", "signal.SIGKILL", "signal.SIGPIPE", "signal.pthread_sigmask", "sys.platform",
 }  # fmt: skip
 SYSTEM_WORDS = re.compile("|".join([r"\b(?:os|sys|signal|mmap|ctypes)\b|dir_fd|/proc/|/dev/", *sorted(SYSTEM_MODULES)]))
-    "|".join([r"\b(?:os|sys|signal|mmap|ctypes)\b", "dir_fd|/proc/|/dev/", *sorted(SYSTEM_MODULES)])
-)
 
 
 def read_sources(*folders):

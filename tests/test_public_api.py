@@ -163,6 +163,7 @@ def test_star_imports_of_llm_have_no_submodules():
     [
         ("pyproject.toml", r'^version = "(\S+)"$'),
         ("CITATION.cff", r"^version: (\S+)$"),
+        ("docs/install.md", r"tdfunc-(\d\S+)-py3-none-any\.whl"),
         ("docs/changelog.md", r"^## (\S+)$"),
     ],
 )
@@ -171,3 +172,13 @@ def test_one_version(path, pattern):
     found = re.search(pattern, (ROOT / path).read_text(), re.MULTILINE)
 
     assert found[1] == tdfunc.__version__
+
+
+def test_the_date_of_the_release():
+    """The changelog and the citation have one date."""
+    changelog = (ROOT / "docs/changelog.md").read_text()
+
+    assert (
+        re.search(r"^## \S+\n\n(\S+)$", changelog, re.MULTILINE)[1]
+        == re.search(r"^date-released: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
+    )

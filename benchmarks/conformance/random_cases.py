@@ -577,7 +577,7 @@ def make_made(rng, given=None, kinds=False):
 
 
 def _check_open(name, branch):
-    """Typed trees and lazy stacks are not made of dicts here: docs/operations.md has the line to write instead."""
+    """Typed trees and lazy stacks are not made of dicts here: docs/differences.md has the line to write instead."""
     if name in ("from_dict", "auto_batch_size", "auto_batch_dims") and has_kinds(branch):
         raise UnfitError
 

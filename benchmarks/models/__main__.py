@@ -1,7 +1,8 @@
 """Runs tiny models stacked, next to a loop over the modules: `python -m benchmarks.models [--rows TABLE ...]`.
 
 Each row is printed when it is done; `results.json` keeps it, and docs/models.md is written from that file. `--only`
-takes names of rows, `--speed` measures the times as well, `--page` only writes the page.
+takes names of rows, `--speed` measures the times as well, `--page` only writes the page. `--show` prints all kept rows
+of tables and runs nothing.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from benchmarks.models.checks import RIGHT, check, speed
 from benchmarks.models.results import CHECKS, TABLES, Entry, load, store, third_of
 from benchmarks.models.rows import Row
 from benchmarks.results import version_of
+from benchmarks.terminal import show
 
 _WIDTH = 48
 
@@ -48,7 +50,11 @@ def main() -> None:
     parser.add_argument("--third", type=int, choices=range(3), nargs="*", default=[0, 1, 2], help="only these thirds")
     parser.add_argument("--speed", action="store_true", help="measure the times as well")
     parser.add_argument("--page", action="store_true", help="only write the page")
+    parser.add_argument("--show", nargs="*", metavar="TABLE", help="print the kept rows of these tables, or list them")
     options = parser.parse_args()
+    if options.show is not None:
+        show(options.show, page.parts(), parser.prog)
+        return
     torch.set_num_threads(1)
     results = load()
     for table, row in () if options.page else chosen(options.rows, options.only, options.third):

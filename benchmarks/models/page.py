@@ -1,11 +1,12 @@
-"""The tables of docs/models.md, written from the kept results."""
+"""The tables of docs/models.md, and the complete ones of `--show`, written from the kept results."""
 
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 from benchmarks.models.checks import RIGHT, WRONG
-from benchmarks.models.results import CHECKS, TABLES, Entry, load, versions
+from benchmarks.models.results import CHECKS, Entry, load, versions
 from benchmarks.page import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -14,16 +15,105 @@ _HEAD = ("model", "forward", "gradient", "training", "`jit`", "runs", "speed")
 _NAMES = dict(zip(CHECKS, ("forward", "gradient", "training", "`jit`"), strict=True))
 
 
+# The rows of torch.nn by family: each begins with this row.
+FIRST = {
+    "Linear": "linear layers, embeddings, parametrizations",
+    "Conv1d": "convolutions, unfold, fold",
+    "AvgPool1d": "pooling",
+    "BatchNorm1d": "normalization",
+    "CELU": "activations",
+    "Dropout": "dropout",
+    "CircularPad1d": "padding, shapes, upsampling, distances",
+    "LSTM": "recurrent layers, also packed",
+    "MultiheadAttention": "attention, transformers",
+    "L1Loss": "losses as modules",
+}
+_TEXT = "T5, BART, Pegasus, mBART, Marian, M2M-100"
+_DECODERS = (
+    "GPT-2, GPT-Neo, GPT-NeoX, GPT-J, OPT, BLOOM, Falcon, Llama, Mistral, Qwen2, Gemma 2, Phi, OLMo, Mamba, "
+    "Mixtral (`batched_mm`), CodeGen, BioGPT, XLNet"
+)
+_ENCODERS = (
+    "BERT, RoBERTa, DistilBERT, ALBERT, ELECTRA, DeBERTa v2, MPNet, ModernBERT, FNet, Longformer, Nystromformer, "
+    "Funnel, SqueezeBERT, MobileBERT, ConvBERT, RemBERT, RoFormer, ESM, Splinter, LayoutLM, Perceiver"
+)
+_VISION = (
+    "ViT, DeiT, Swin, Swin v2, ConvNeXt, ConvNeXt v2, ResNet, MobileNetV2, RegNet, PoolFormer, DINOv2, BEiT, "
+    "EfficientNet, CLIP, SigLIP, SegFormer, DPT, YOLOS, LeViT, PVT, MobileViT, Hiera, VideoMAE, TimeSformer"
+)
+_AUDIO = "Wav2Vec2, HuBERT, WavLM, Whisper, Audio spectrogram transformer, Speech2Text"
+_SERIES = "PatchTST, Time series transformer, Informer, Decision transformer"
+FAMILIES = {
+    "text encoders": _ENCODERS.split(", "),
+    "encoders and decoders of text": _TEXT.split(", "),
+    "decoders": _DECODERS.split(", "),
+    "vision and video": _VISION.split(", "),
+    "audio": _AUDIO.split(", "),
+    "series": _SERIES.split(", "),
+}
+# The models that fail a check or run as a loop: what is refused, and what to do.
+ADVICE = {
+    "scripted module": "Refused: its weights are in compiled code. Use the module before `torch.jit.script`.",
+    "CrossMapLRN2d": "The forward is a loop. Gradients are refused: its `autograd.Function` has no `setup_context`. "
+    "`LocalResponseNorm` runs stacked.",
+    "AdaptiveLogSoftmaxWithLoss": "A loop, without `vmap(grad)` and `jit`: it selects rows by values. "
+    "`LinearCrossEntropyLoss` runs stacked.",
+    "Wav2Vec2": "A loop, without `jit`: LayerDrop branches on a random number.",
+    "HuBERT": "As Wav2Vec2.",
+    "WavLM": "As Wav2Vec2.",
+    "BLOOM": "The forward is a loop. Gradients are refused: its GELU is an `autograd.Function` without "
+    '`setup_context`. With `nn.GELU(approximate="tanh")` for each `BloomGelu`, it passes all checks.',
+    "Mamba": "A loop, without `vmap(grad)`: the forward writes to its cache. With `use_cache=False` it passes all "
+    "checks.",
+    "Nystromformer": "Stacked, but `jit` is refused: the mask of its attention has another shape in a record.",
+}
+
+
 def page() -> str:
     """Return the page with its present results."""
     text = PAGE.read_text()
     results = load()
-    for name in TABLES:
-        entries = results.get(name, {})
-        text = put(text, f"{name}: counts", counts(entries))
-        text = put(text, name, rows(entries))
-        text = put(text, f"{name}: reasons", reasons(entries))
+    text = put(text, "torch.nn", f"{counts(results['torch.nn'])}\n\n{layers(results['torch.nn'])}")
+    text = put(text, "transformers", f"{counts(results['transformers'])}\n\n{families(results['transformers'])}")
+    lines = [f"| {name} | {advice} |" for name, advice in ADVICE.items()]
+    text = put(text, "exceptions", "\n".join(["| model | what to know |", "|---|---|", *lines]))
     return put(text, "versions", measured_with())
+
+
+def parts() -> dict[str, str]:
+    """Return all rows of each library."""
+    return {
+        name: f"## {name}\n\n{counts(entries)}\n\n{rows(entries)}\n\n{reasons(entries)}"
+        for name, entries in load().items()
+    }
+
+
+def layers(entries: dict[str, Entry]) -> str:
+    """Return a row for each family of torch.nn."""
+    by_family: dict[str, list[Entry]] = {}
+    family = ""
+    for name, entry in entries.items():
+        family = FIRST.get(name, family)
+        by_family.setdefault(family, []).append(entry)
+    lines = [[family, str(len(some)), *_family(some)] for family, some in by_family.items()]
+    return table(("modules", "forms", "stacked", "speed, median (range)"), lines)
+
+
+def families(entries: dict[str, Entry]) -> str:
+    """Return a row for each family of transformers, with the names of its models."""
+    lines = [
+        [f"{family}: {', '.join(names)}", *_family([entries[name] for name in names])]
+        for family, names in FAMILIES.items()
+    ]
+    return table(("models", "stacked", "speed, median (range)"), lines)
+
+
+def _family(entries: list[Entry]) -> tuple[str, str]:
+    """Return how many of a family run stacked, and their speed."""
+    speeds = [entry.speed for entry in entries if entry.speed is not None]
+    stacked = sum(entry.found.way == "vmap" for entry in entries)
+    speed = f"{median(speeds):.1f}x ({min(speeds):.1f}x to {max(speeds):.1f}x)"
+    return "all" if stacked == len(entries) else f"{stacked} of {len(entries)}", speed
 
 
 def put(text: str, name: str, content: str) -> str:

@@ -4,7 +4,8 @@ Each change is made alone in a copy of the repository. The fast tests that run t
 process that has imported all (`swap.py`). For code that runs at import or in another process, the test file of the
 changed file runs, then the tests of its folder, then the tests of the files that import it. Changes that survive are
 made all at once for the other tests of CI, the fast ones first, and each change runs the tests that failed. The results
-go to `mutants.json` in benchmarks/reliability/results after each step, and their table to docs/reliability_counts.md.
+go to `mutants.json` in benchmarks/reliability/results after each step; `python -m benchmarks.trust --show mutants`
+prints them by folder.
 
 A survivor gets a verdict by hand, in place of null: "equivalent" if it changes no result, "test" if a test that was
 written since notices it, and "open" if no test notices it yet.
@@ -27,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.mutants.changes import Change, apply, changes
-from benchmarks.reliability.__main__ import PAGE, commit_of_code, keep, page
+from benchmarks.reliability.__main__ import commit_of_code, keep
 
-_ROOT = PAGE.parent.parent
+_ROOT = Path(__file__).parents[2]
 # Exit statuses of pytest for tests that pass, and for no test.
 _PASSED = (0, 5)
 # Of more tests that fail at once, the changes are made in two halves.
@@ -180,7 +181,7 @@ def notice_together(copy: Copy, survivors: list[tuple[str, Change]], tests: tupl
 
 
 def main() -> None:
-    """Count, and write the results and the page."""
+    """Count, and write the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--files", type=int, default=20)
@@ -197,7 +198,6 @@ def main() -> None:
     def save() -> None:
         about = {"seed": options.seed, "commit": commit, "minutes": round((time.monotonic() - begun) / 60)}
         keep("mutants", {**about, "alone": options.alone, "not run": sorted(broken), "changes": found})
-        PAGE.write_text(page())
 
     def try_file(path: str) -> None:
         """Make the changes of a file."""

@@ -1,10 +1,12 @@
-"""The pages docs/operations*.md: every public name of tensordict and its counterpart here.
+"""Every public name and argument of tensordict and its counterpart here.
 
 Names supported under the same name are found in the classes; the tables below have the line to write for every other
-name, or the reason why there is none. test_operations.py compares the tables with both libraries.
+name, or the reason why there is none. docs/differences.md has these names, and `python -m benchmarks.pages --show
+methods functions arguments` prints all. test_operations.py compares the tables with both libraries.
 """
 
 import inspect
+import re
 from pathlib import Path
 
 import tdfunc
@@ -12,7 +14,8 @@ from tdfunc import LazyStack, TensorClass, TensorDict
 from tdfunc.ops.base.spelling import PURE_CALLS
 from tests.incumbent import Incumbent, tensordict
 
-DOCS = Path(__file__).parents[2] / "docs"
+PAGE = Path(__file__).parents[2] / "docs/differences.md"
+_PLACE = re.compile(r"(<!-- names -->\n\n).*?(\n*<!-- end of names -->)", re.DOTALL)
 
 _FORMAT = "absent: a file format of another library; read it there and call `TensorDict.from_dict`"
 _DTYPE = "`td.to(torch.{})`"
@@ -179,19 +182,10 @@ TYPED = {
     "from_namedtuple": _TYPED.format("from_namedtuple"), "fromkeys": _TYPED.format("fromkeys"),
 }  # fmt: skip
 
-HEAD = """---
-search:
-  exclude: true
----
+HEAD = """# tensordict {version}: {subject}
 
-# Operations: {subject}
-
-<!-- Written by benchmarks/pages/operations.py; edit the tables there. -->
-
-The pages of [methods](operations.md), [functions and classes](operations_functions.md) and
-[arguments](operations_arguments.md) list every public name of tensordict {version} and its replacement in tdfunc. A
-method with the same name has the same effect, except for the [differences](differences.md): an operation that would
-write returns a new tree. *Absent* names are missing on purpose. *Planned* names do not exist yet.
+A method with the same name has the same effect, except for the differences of docs/differences.md: an operation that
+would write returns a new tree. *Absent* names are missing on purpose. *Planned* names do not exist yet.
 """
 
 
@@ -361,27 +355,103 @@ def section(title, theirs, ours, table):
     return [*lines, "| tensordict | | instead, or the reason |", "|---|---|---|", *rows, ""]
 
 
-def pages():
-    """The text of each page, by its name in docs/."""
+def full():
+    """The complete tables, by subject."""
     ours, theirs = public(TensorDict), public(Incumbent)
     more = [name for name in ours if name not in theirs]
     bodies = {
-        "operations.md": ("methods", section("Methods and properties of `TensorDict`", theirs, ours, METHODS)),
-        "operations_functions.md": ("functions and classes", [
+        "methods": section("Methods and properties of `TensorDict`", theirs, ours, METHODS),
+        "functions": [
             *section("Functions and classes", public(tensordict), public(tdfunc), FUNCTIONS),
             *section("Lazy stacks", besides(tensordict.LazyStackedTensorDict, theirs), public(LazyStack), LAZY),
             *section("Typed trees", filter(typed, public(tensordict.TensorClass)), public(TensorClass), TYPED),
-        ]),
-        "operations_arguments.md": ("arguments", [
+        ],
+        "arguments": [
             "## Arguments", "",
             "tdfunc does not have these arguments of methods with the same name.", "",
             "| argument | of | instead, or the reason |", "|---|---|---|", *argument_rows(), "",
             "## Only here", "",
             "tensordict does not have these methods and properties of `TensorDict`: "
-            + ", ".join(f"`{name}`" for name in more) + ".", "",
-        ]),
+            + ", ".join(f"`{name}`" for name in more) + ".",
+        ],
     }  # fmt: skip
     return {
-        name: "\n".join([HEAD.format(subject=subject, version=tensordict.__version__), *lines])
-        for name, (subject, lines) in bodies.items()
+        subject: "\n".join([HEAD.format(subject=subject, version=tensordict.__version__), *lines])
+        for subject, lines in bodies.items()
     }
+
+
+# -- the page -----------------------------------------------------------------------------------------------------
+
+
+def follows_a_rule(name, text):
+    """Return True for a name that the page explains by a rule: writes, dtypes, and constructors as functions."""
+    if name in PURE_CALLS or text.startswith("`td.to(torch."):
+        return True
+    return text in (f"`TensorDict.{name}(...)`", f"`cls.from_tensordict(TensorDict.{name}(...))`")
+
+
+def differing():
+    """The names that the page lists, and their explanations."""
+    theirs = public(Incumbent)
+    tables = (
+        (theirs, public(TensorDict), METHODS),
+        (public(tensordict), public(tdfunc), FUNCTIONS),
+        (besides(tensordict.LazyStackedTensorDict, theirs), public(LazyStack), LAZY),
+        (filter(typed, public(tensordict.TensorClass)), public(TensorClass), TYPED),
+    )
+    found = {}
+    for names, ours, table in tables:
+        found |= {name: text for name, text in explained(names, ours, table).items() if not follows_a_rule(name, text)}
+    return dict(sorted(found.items(), key=lambda pair: pair[0].lower()))
+
+
+def _row(names, text):
+    """A row of a table: a bar would end its cell."""
+    return f"| {', '.join(f'`{name}`' for name in names)} | {text.replace('|', chr(92) + '|')} |"
+
+
+def _by_text(texts):
+    """The names of each text, in the order of the names."""
+    grouped = {}
+    for name, text in texts.items():
+        grouped.setdefault(text, []).append(name)
+    return grouped
+
+
+def _short(text):
+    """The first line of code of an explanation, without the words around it."""
+    code = re.match(r"`[^`]+`", text)
+    return code[0] if code else text
+
+
+def _table(head, rows):
+    return [f"| {head} | |", "|---|---|", *(_row(names, text) for text, names in rows.items()), ""]
+
+
+def names():
+    """The part of the page: the line to write for each name and argument, or the reason why it is absent."""
+    renamed, absent, arguments, without = {}, {}, {}, {}
+    for name, text in differing().items():
+        if status(text) == "renamed":
+            renamed[name] = _short(text)
+        else:
+            absent[name] = text.removeprefix("absent: ")
+    for key in absent_arguments():
+        text = ARGUMENTS[key]
+        if text.startswith("`"):
+            arguments[key] = _short(text)
+        else:
+            without[key] = text
+    lines = [
+        *_table("renamed", _by_text(renamed)),
+        *_table("absent", _by_text(absent)),
+        *_table("argument of another name", _by_text(arguments)),
+        *_table("absent argument", _by_text(without)),
+    ]
+    return "\n".join(lines[:-1])
+
+
+def page():
+    """docs/differences.md with the names of both libraries."""
+    return _PLACE.sub(lambda place: f"{place[1]}{names()}\n\n<!-- end of names -->", PAGE.read_text())

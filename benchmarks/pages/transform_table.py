@@ -1,4 +1,4 @@
-"""The operations and transformations of the table in docs/transforms_table.md.
+"""The operations and transformations behind docs/transforms_table.md, which has the exceptions.
 
 A row is an operation on a tree and the same on its tensors; a column runs both under a transformation and compares.
 """
@@ -529,22 +529,43 @@ for _name in ("vmap", "in_dims and out_dims", "nested"):
 START, END = "<!-- Written by benchmarks/pages/transform_table.py. -->", "<!-- End of the table. -->"
 
 
+def _reasons():
+    """The reasons of cells that raise, once each; their numbers begin with 1."""
+    return list(dict.fromkeys(reason for _, _, reason in RAISES.values()))
+
+
+def _notes():
+    return [f"{i}. {reason}." for i, reason in enumerate(_reasons(), 1)]
+
+
 def table():
-    """The table of the page: a group works for an operation if all its columns do."""
+    """All cells: a group works for an operation if all its columns do."""
     groups = list(dict.fromkeys(column.group for column in COLUMNS))
-    reasons = list(dict.fromkeys(reason for _, _, reason in RAISES.values()))
     lines = ["| operation | " + " | ".join(groups) + " |", "|---|" + "---|" * len(groups)]
     for row in ROWS:
         cells = []
         for group in groups:
             names = [column.name for column in COLUMNS if column.group == group]
-            notes = {name: reasons.index(RAISES[row, name][2]) + 1 for name in names if (row, name) in RAISES}
+            notes = {name: _reasons().index(RAISES[row, name][2]) + 1 for name in names if (row, name) in RAISES}
             cells.append(", ".join(f"{name}: raises ({n})" for name, n in notes.items()) or "yes")
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *(f"{i}. {reason}." for i, reason in enumerate(reasons, 1))])
+    return "\n".join([*lines, "", *_notes()])
+
+
+def exceptions():
+    """The table of the page: the operations that raise under a transformation, and why."""
+    reasons = _reasons()
+    lines = ["| operation | raises under | reason |", "|---|---|---|"]
+    for row in ROWS:
+        for reason in reasons:
+            names = [column.name for column in COLUMNS if RAISES.get((row, column.name), ("", "", ""))[2] == reason]
+            if names:
+                lines.append(f"| {row} | {', '.join(names)} | {reasons.index(reason) + 1} |")
+    works = ", ".join(row for row in ROWS if all(row != name for name, _ in RAISES))
+    return "\n".join([*lines, "", *_notes(), "", f"These operations have no exception: {works}."])
 
 
 def page():
     """The page with its table written anew."""
     head, rest = PAGE.read_text().split(START)
-    return f"{head}{START}\n\n{table()}\n\n{END}{rest.split(END)[1]}"
+    return f"{head}{START}\n\n{exceptions()}\n\n{END}{rest.split(END)[1]}"

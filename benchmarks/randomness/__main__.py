@@ -1,8 +1,8 @@
 """Runs dieharder on streams of random keys: `python -m benchmarks.randomness [STREAM ...]`.
 
 Streams have the names of their functions in `streams.py`; without a name all of them run, each for five minutes of CPU.
-The tests of a stream read successive parts of it. The results are kept in `results.json`, and the table of
-`docs/random_quality.md` is written from them; `page` in the place of a name only writes the page.
+The tests of a stream read successive parts of it. The results are kept in `results.json`;
+`python -m benchmarks.trust --show random` prints them.
 """
 
 import json
@@ -18,9 +18,7 @@ import numpy as np
 
 from benchmarks.randomness import streams
 
-PAGE = Path(__file__).parents[2] / "docs" / "random_quality.md"
 _RESULTS = Path(__file__).with_name("results.json")
-_PLACE = re.compile(r"(<!-- dieharder -->\n\n).*?(\n\n<!-- end of dieharder -->)", re.DOTALL)
 _SEED = 0
 STREAMS = {
     streams.one_key: "the draws of one key",
@@ -82,17 +80,28 @@ def version() -> str:
     return printed.split()[0]
 
 
-# -- the page ---------------------------------------------------------------------------------------------------
+# -- tables -----------------------------------------------------------------------------------------------------
 
 
-def page() -> str:
-    """Return docs/random_quality.md with the table of what was counted."""
-    return _PLACE.sub(lambda place: place[1] + _counted() + place[2], PAGE.read_text())
+def _kept() -> dict[str, Any]:
+    return json.loads(_RESULTS.read_text())
 
 
-def _counted() -> str:
-    kept = json.loads(_RESULTS.read_text())
-    lines = ["| stream | GB read | p-values | PASSED | WEAK | FAILED |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+def summary() -> dict[str, int]:
+    """Return the p-values of the streams of keys, by dieharder's word for them, and their number."""
+    streams_of_keys = [stream for stream in STREAMS if stream is not streams.weyl]
+    lines = [line for stream in streams_of_keys for line in _kept()["streams"][stream.__name__]["lines"]]
+    found = Counter(parse(line).assessment for line in lines)
+    return {"p-values": len(lines), **{word: found[word] for word in ("PASSED", "WEAK", "FAILED")}}
+
+
+def tables() -> str:
+    """Return the table of what was counted, and its weak p-values."""
+    kept = _kept()
+    lines = [
+        "## Random numbers", "",
+        "| stream | GB read | p-values | PASSED | WEAK | FAILED |", "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]  # fmt: skip
     weak: list[str] = []
     tests: set[str] = set()
     for stream, words in STREAMS.items():
@@ -115,7 +124,7 @@ def _counted() -> str:
 
 
 def main() -> None:
-    """Count the streams that are named, and write the page."""
+    """Count the streams that are named."""
     names = sys.argv[1:] or [stream.__name__ for stream in STREAMS]
     for stream in STREAMS:
         if stream.__name__ in names:
@@ -123,7 +132,6 @@ def main() -> None:
             kept["version"] = version()
             kept["streams"][stream.__name__] = count(stream(_SEED), TESTS)
             _RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-    PAGE.write_text(page())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.randomness import streams
-from benchmarks.randomness.__main__ import _RESULTS, STREAMS, TESTS, count, page, parse
+from benchmarks.randomness.__main__ import _RESULTS, STREAMS, TESTS, count, parse, tables
 from tdfunc import random
 
 CHUNK = streams._CHUNK
@@ -57,9 +57,9 @@ def test_the_counts_are_those_of_good_numbers():
     assert weyl.count("FAILED") > len(weyl) / 2
 
 
-def test_the_page_has_a_row_for_each_stream():
+def test_the_table_has_a_row_for_each_stream():
     """Each stream is in the table, with a number of p-values."""
-    text = page()
+    text = tables()
 
     for words in STREAMS.values():
         assert text.count(f"| {words} |") == 1

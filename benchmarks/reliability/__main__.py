@@ -1,9 +1,8 @@
-"""Counts and writes `docs/reliability_counts.md`: `python -m benchmarks.reliability [PART ...]`.
+"""Counts what kills, full disks and damage do to saved trees: `python -m benchmarks.reliability [PART ...]`.
 
 The parts are `kills`, `ranks`, `faults`, `calls`, `damage`, `hostile`, `pushes` and `fuzz` (`fuzz:TARGET` is one target
-of it); without a name all of them run, which takes more than an hour on two cores, and some need root. `page` only
-writes the page. What was counted is kept in `results/`, with the commit of the code that ran; tests/test_pages.py
-compares it.
+of it); without a name all of them run, which takes more than an hour on two cores, and some need root. What was counted
+is kept in `results/`, with the commit of the code that ran. `python -m benchmarks.trust --show kills` prints a table.
 """
 
 import json
@@ -16,9 +15,9 @@ from typing import Any
 
 from benchmarks.reliability.kills import KINDS
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "reliability_counts.md"
+_ROOT = Path(__file__).parents[2]
 _RESULTS = Path(__file__).parent / "results"
-_TEXT = Path(__file__).parent / "page.md"
+_TEXT = Path(__file__).parent / "tables.md"
 _TARGETS = {
     "file": "a safetensors file: `load` and `open`, whole, by leaf and by slice",
     "tree": "the description of a tree with its non-tensor data, in a file that is otherwise good",
@@ -81,9 +80,9 @@ PARTS = {
 
 def commit_of_code() -> str:
     """The last commit that changed the code that runs, and its date."""
-    root, code = PAGE.parent.parent, "tdfunc"
+    code = "tdfunc"
     said = [
-        subprocess.run(["git", "-C", root, *args, "--", code], stdout=subprocess.PIPE, check=True, text=True).stdout
+        subprocess.run(["git", "-C", _ROOT, *args, "--", code], stdout=subprocess.PIPE, check=True, text=True).stdout
         for args in (["log", "-1", "--format=%h of %cs"], ["status", "--porcelain"])
     ]
     return said[0].strip() + (", changed since" if said[1] else "")
@@ -92,29 +91,32 @@ def commit_of_code() -> str:
 def _count(part: str) -> None:
     """Count one part, and keep the result with the commit of the code."""
     commit, (name, _, target) = commit_of_code(), part.partition(":")
-    counted = PARTS[part]()
-    keep(name, {**_counted(name), target: counted} if target else counted)
-    keep(_RUNS, {**_counted(_RUNS), part: commit})
+    found = PARTS[part]()
+    keep(name, {**counted(name), target: found} if target else found)
+    keep(_RUNS, {**counted(_RUNS), part: commit})
 
 
-def keep(name: str, counted: Any) -> None:
-    (_RESULTS / f"{name}.json").write_text(json.dumps(counted, indent=1) + "\n")
+def keep(name: str, found: Any) -> None:
+    (_RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
-# -- the page ---------------------------------------------------------------------------------------------------
+# -- tables -----------------------------------------------------------------------------------------------------
 
 
-def page() -> str:
-    """The page: its text, and a table in each place that names one."""
+def parts() -> dict[str, str]:
+    """Return the text of each part, with a table in each place that names one."""
     tables = {
         "kills": _kills, "ranks": _ranks, "full": _full, "disturbed": _disturbed, "shared": _shared, "damage": _damage,
         "hostile": _hostile, "fuzz": _fuzzed, "memory": _memory, "runs": _runs, "pushes": _pushes,
         "mutants": _mutants, "sample": _sample, "noticed": _noticed,
     }  # fmt: skip
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: tables[found[1]](), _TEXT.read_text())
+    text = re.sub(r"\{\{(\w+)\}\}", lambda found: tables[found[1]](), _TEXT.read_text())
+    found = re.findall(r"<!-- (\w+) -->\n\n(.*?)(?=\n<!--|\Z)", text, re.DOTALL)
+    return {name: section.rstrip() for name, section in found}
 
 
-def _counted(part: str) -> Any:
+def counted(part: str) -> Any:
+    """Return what was counted for a part."""
     path = _RESULTS / f"{part}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -122,7 +124,7 @@ def _counted(part: str) -> Any:
 def _runs() -> str:
     """Which code the numbers are of."""
     by_commit: dict[str, list[str]] = {}
-    for part, commit in _counted(_RUNS).items():
+    for part, commit in counted(_RUNS).items():
         by_commit.setdefault(commit, []).append(part)
     if len(by_commit) == 1:
         return f"All numbers are of commit {next(iter(by_commit))}."
@@ -150,7 +152,7 @@ def _kills() -> str:
     ]
     rows = [
         [kind, n["kills"], n["during a save"], n["old"], n["new"], n["lost"], f"{n['kills'] - n['not cleaned']}"]
-        for kind, n in _counted("kills").items()
+        for kind, n in counted("kills").items()
     ]
     return _table(head, rows)
 
@@ -163,7 +165,7 @@ def _ranks() -> str:
     keys = ("kills", "old", "new", "lost", "foreign files lost")
     rows = [
         [kind, *(n[key] for key in keys), n["kills"] - n["not cleaned"], n["survivors"], n["raised"]]
-        for kind, n in _counted("ranks").items()
+        for kind, n in counted("ranks").items()
     ]
     return _table(head, rows)
 
@@ -171,7 +173,7 @@ def _ranks() -> str:
 def _full() -> str:
     head = ["writer", "saves", "`OSError`", "fitted", "killed by a signal", "old tree lost", "files left behind"]
     rows = []
-    for kind, n in _counted("faults").items():
+    for kind, n in counted("faults").items():
         for name, what in (("limit", "file size limit"), ("full", "disk full")):
             keys = ("saves", "OSError", "saved", "killed by a signal", "old tree lost", "left behind")
             rows.append([f"{kind}: {what}", *(n[name][key] for key in keys)])
@@ -181,20 +183,20 @@ def _full() -> str:
 def _disturbed() -> str:
     keys = ("calls", "saves", "killed", "failed", "saved", "lost", "not cleaned")
     head = ["writer", "calls of four saves", "saves", "killed", "raised", "returned", "a file lost", "left behind"]
-    return _table(head, [[kind, *(n[key] for key in keys)] for kind, n in _counted("calls").items()])
+    return _table(head, [[kind, *(n[key] for key in keys)] for kind, n in counted("calls").items()])
 
 
 def _shared() -> str:
     head = ["place", "reads while two processes wrote", "trees seen", "not whole", "writers that failed", "left behind"]
     keys = ("reads", "trees seen", "not whole", "writers that failed", "left behind")
-    return _table(head, [[kind, *(n["shared"][key] for key in keys)] for kind, n in _counted("faults").items()])
+    return _table(head, [[kind, *(n["shared"][key] for key in keys)] for kind, n in counted("faults").items()])
 
 
 def _damage() -> str:
     outcomes = ("refused", "equal", "wrong", "wrote", "crashed", "another error")
     rows = [
         [f"{what}: {name}", sum(counts.values()), *(counts.get(outcome, 0) for outcome in outcomes)]
-        for what, libraries in _counted("damage").items()
+        for what, libraries in counted("damage").items()
         for name, counts in libraries.items()
     ]
     head = ["input", "number", "refused", "saved values", "other values", "files changed", "crashed", "another error"]
@@ -202,7 +204,7 @@ def _damage() -> str:
 
 
 def _hostile() -> str:
-    results = {name: counts for name, counts in _counted("hostile").items() if name != "memory"}
+    results = {name: counts for name, counts in counted("hostile").items() if name != "memory"}
     keys = list(dict.fromkeys(key for counts in results.values() for key in counts))
     return _table(
         ["reader", *keys], [[name, *(counts.get(key, 0) for key in keys)] for name, counts in results.items()]
@@ -210,15 +212,14 @@ def _hostile() -> str:
 
 
 def _memory() -> str:
-    extra, size, name = _counted("hostile")["memory"]
+    extra, size, name = counted("hostile")["memory"]
     return f"{extra / 1e6:.0f} MB, for the file of {size / 1e6:.1f} MB called “{name.split(': ')[-1]}”"
 
 
 def _fuzzed() -> str:
-    counted = _counted("fuzz")
+    found = counted("fuzz")
     rows = [
-        [what, *(counted[target][key] for key in ("seconds", "inputs", "findings"))]
-        for target, what in _TARGETS.items()
+        [what, *(found[target][key] for key in ("seconds", "inputs", "findings"))] for target, what in _TARGETS.items()
     ]
     return _table(["what was changed", "seconds", "inputs", "findings"], rows)
 
@@ -226,20 +227,20 @@ def _fuzzed() -> str:
 def _pushes() -> str:
     rows = [
         [f"{kind}: {name}", of["trials"], f"{of['median']:g}", of["most"], of["never caught"]]
-        for kind, proofs in _counted("pushes").items()
+        for kind, proofs in counted("pushes").items()
         for name, of in (("one prompt", proofs["prompt"]), ("full", proofs["full"]))
     ]
     return _table(["fault: proof", "trials", "pushes until caught: median", "most", "never caught"], rows)
 
 
 def _sample() -> str:
-    counted = _counted("mutants")
-    return f"seed {counted['seed']}, commit {counted['commit']}{', fast tests only' if counted['alone'] else ''}"
+    found = counted("mutants")
+    return f"seed {found['seed']}, commit {found['commit']}{', fast tests only' if found['alone'] else ''}"
 
 
 def _noticed() -> str:
     """The share of the changes that make a difference which were noticed when they were made."""
-    rows = [row for row in _counted("mutants")["changes"] if row["verdict"] != "equivalent"]
+    rows = [row for row in counted("mutants")["changes"] if row["verdict"] != "equivalent"]
     count = sum(row["noticed"] is not None for row in rows)
     return f"Of the {len(rows)} changes that make a difference, {count} were noticed ({count / len(rows):.1%})."
 
@@ -247,7 +248,7 @@ def _noticed() -> str:
 def _mutants() -> str:
     """A row for each folder: how many changes were noticed, and what came of the others."""
     folders: dict[str, list[str]] = {}
-    for row in _counted("mutants")["changes"]:
+    for row in counted("mutants")["changes"]:
         folder = row["file"].removeprefix("tdfunc/").rpartition("/")[0].partition("/")[0] or "top"
         outcome = "noticed" if row["noticed"] is not None else row["verdict"] or "undecided"
         folders.setdefault(folder, []).append(outcome)
@@ -258,14 +259,13 @@ def _mutants() -> str:
 
 
 def main() -> None:
-    """Count the parts that are named, and write the page."""
+    """Count the parts that are named."""
     _RESULTS.mkdir(exist_ok=True)
-    named = [name for name in sys.argv[1:] if name != "page"]
+    named = sys.argv[1:]
     for part in PARTS:
         # A name stands for all parts that it begins; none, for all.
-        if any(part == name or part.startswith(f"{name}:") for name in named) or len(sys.argv) == 1:
+        if any(part == name or part.startswith(f"{name}:") for name in named) or not named:
             _count(part)
-    PAGE.write_text(page())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/reliability_counts.md has the counts, and the counts keep the guarantees."""
+"""The counts of kills, faults, damage and pushes keep the guarantees of docs/reliability.md."""
 
 import json
 

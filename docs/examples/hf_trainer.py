@@ -89,7 +89,7 @@ def main(folder: Path) -> None:
 
     # The last three checkpoints, as one stacked tree.
     manager = callback.manager
-    saved = torch.stack([manager.load(step) for step in manager.steps()])
+    saved = tdf.stack([manager.load(step) for step in manager.steps()])
     weights = {"last": saved[-1]["model"], "ema": saved[-1]["ema"]}
     weights["soup"] = saved["model"].mean(0)
     assert (weights["last"] == weights_of(model)).all()

@@ -51,7 +51,7 @@ def main() -> None:
     assert isinstance(state.params, TensorDict)
     assert values.shape == (CHAINS,)
 
-    drawn = torch.cat(samples)  # a tree again: samples and chains are its rows
+    drawn = tdf.cat(samples)  # a tree again: samples and chains are its rows
     flat = torch.cat([drawn["weight"].flatten(1), drawn["bias"]], 1)
     print(f"{len(drawn)} samples of {CHAINS} chains")
 

@@ -74,7 +74,7 @@ def main() -> None:
     rows = 0
     for batch in range(BATCHES):
         trials = [study.ask(SPACE) for _ in range(TRIALS)]
-        run = start(torch.stack([TensorDict(trial.params) for trial in trials]))
+        run = start(tdf.stack([TensorDict(trial.params) for trial in trials]))
         for rung in range(RUNGS):
             rows += STEPS * len(run)
             run, losses = train(run)

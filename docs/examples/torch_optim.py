@@ -37,8 +37,9 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR
         self.schedule = cosine(self.optimizer, EPOCHS)
-        keep = {"keep_last": 2, "keep_best": 1, "metric": "loss"}
-        self.manager = tdf.CheckpointManager(folder, **keep)
+        self.manager = tdf.CheckpointManager(
+            folder, keep_last=2, keep_best=1, metric="loss"
+        )
         self.x, self.y = load_data()
 
     def train(self, first: int, last: int) -> None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         def __set__(self, instance: Any, value: In) -> None: ...
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+@dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(dataclasses.field,))
 class _Typed(TreeMethods, metaclass=Meta):
     """The base for type checkers: subclasses of its subclasses are frozen dataclasses."""
 

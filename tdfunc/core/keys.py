@@ -160,7 +160,8 @@ class Entry(NamedTuple):
 
 Predicate: TypeAlias = Callable[[Path, Any], bool]
 FilterSpec: TypeAlias = "str | re.Pattern[str] | Kind | torch.dtype | Predicate | Filter"
-FilterLike: TypeAlias = "Filter | str"
+# Every `where=` makes a `Filter` of its argument.
+FilterLike: TypeAlias = FilterSpec
 
 
 class Filter:

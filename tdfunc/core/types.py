@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
@@ -15,6 +15,23 @@ NestedKey: TypeAlias = "str | tuple[NestedKey, ...]"
 Node: TypeAlias = Any
 Device: TypeAlias = "torch.device | str | int"
 LeafFn: TypeAlias = Callable[..., Any]
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    # Any: lists of lists, where the batch has more dimensions.
+    PerRow: TypeAlias = T | list[Any]
+else:
+
+    class PerRow:
+        """Annotation of a field whose value may be a list along the batch.
+
+        To a type checker it is the type or a list. A class with fields reads the type: it distributes a list over the
+        rows where the annotation has no list.
+        """
+
+        def __class_getitem__(cls, item: Any) -> Any:
+            return item
 
 
 def wide_default_dtype() -> torch.dtype:

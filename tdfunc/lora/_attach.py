@@ -7,7 +7,7 @@ import torch
 from torch import Size, Tensor, nn
 
 from tdfunc.core.errors import UnsupportedError, error
-from tdfunc.core.keys import dotted
+from tdfunc.core.keys import Entry, dotted
 from tdfunc.core.shapes import EMPTY
 from tdfunc.core.types import Path
 from tdfunc.lora.choice import Choice
@@ -40,6 +40,18 @@ class _Replaced(NamedTuple):
     by: int
 
 
+class _Slots(NamedTuple):
+    """The slots of adapters in a copy of a module.
+
+    Attributes:
+        leaves: The slots by the paths of the adapters' leaves.
+        leaf_paths: The path of the adapter's leaf for each slot of a layer.
+    """
+
+    leaves: dict[Path, Tensor]
+    leaf_paths: dict[Path, Path]
+
+
 class LoraApply:
     """A module with adapters as a pure function: `run((params, adapters), *inputs, buffers=, rng=)`.
 
@@ -53,49 +65,26 @@ class LoraApply:
         self._rows = rows
         template = duplicate(apply.module, {})
         targets, whole = find_targets(lora, entries(from_module(template)), layouts_of(template))
-        if rows and whole:
-            raise UnsupportedError(
-                "attach: with rows=True no leaf can be trained whole.",
-                got=f"{dotted(whole[0].paths[0])!r}, which is trained whole",
-                hint="torch.vmap over rows runs a whole leaf for each.",
-            )
-        adapter_slots: dict[Path, Tensor] = {}
-        # The path of the adapter's leaf for each slot of a layer.
-        leaf_paths: dict[Path, Path] = {}
-        for target in targets:
-            # Tied weights share an adapter: one object in the slots of all their layers.
-            slots = {part: _slot(shape, target, part) for part, shape in parts_of(lora, target).items()}
-            adapter_slots |= {(*target.path, part): slot for part, slot in slots.items()}
-            for path in target.paths:
-                setting = Setting(path, tuple(slots), target.scale, lora.dropout, rows)
-                _adapt_layer(template.get_submodule(dotted(path[:-1])), target, setting, slots)
-                for part in slots:
-                    leaf_paths[(*path[:-1], f"{path[-1]}:{part}")] = (*target.path, part)
+        slots = _adapt(template, targets, lora, rows)
         tables = find_tables(lora, entries(from_module(template)))
-        if rows and tables:
-            raise UnsupportedError(
-                "attach: with rows=True no rows of a table can be trained.",
-                got=f"rows of {dotted(tables[0].path)!r}",
-                hint="torch.vmap over rows runs a table for each.",
-            )
+        if rows:
+            _check_rows(whole, tables)
         whole_leaves = {entry.paths[0]: entry.leaf for entry in whole}
         row_slots = {table.key: _poison(table.shape, table.leaf.dtype, table.key) for table in tables}
-        self._plan = Plan(make_tree(adapter_slots | whole_leaves | row_slots))
+        self._plan = Plan(make_tree(slots.leaves | whole_leaves | row_slots))
         # The places of all leaves: of the module, and then of the adapters.
         base_places = {path: place for place, path in enumerate(apply.paths)}
-        adapter_places = {path: place for place, path in enumerate(self._plan.paths, len(base_places))}
-        self._whole: list[_Replaced] = []
-        for entry in whole:
-            replaced = [base_places[path] for path in entry.paths]
-            self._whole.append(_Replaced(replaced, adapter_places[entry.paths[0]]))
-        self._tables: list[tuple[Table, _Replaced]] = []
-        for table in tables:
-            replaced = [base_places[path] for path in table.paths]
-            self._tables.append((table, _Replaced(replaced, adapter_places[table.key])))
+        places = dict(base_places)
+        places |= {path: place for place, path in enumerate(self._plan.paths, len(base_places))}
+        self._whole = [
+            _Replaced([base_places[path] for path in entry.paths], by=places[entry.paths[0]]) for entry in whole
+        ]
+        self._tables = [
+            (table, _Replaced([base_places[path] for path in table.paths], by=places[table.key])) for table in tables
+        ]
         self._inner, _, _ = make_apply(template, from_module(template), originals=apply._originals)
         # The places of the inner function's leaves, in its order.
-        places = base_places | adapter_places
-        self._order = [places[leaf_paths.get(path, path)] for path in self._inner.paths]
+        self._order = [places[slots.leaf_paths.get(path, path)] for path in self._inner.paths]
 
     def __reduce__(self) -> Any:
         return LoraApply, (self._lora, self._base, self._rows)
@@ -209,6 +198,38 @@ def _slot(shape: Size, target: Target, part: str) -> Poison:
 def _poison(shape: Size, dtype: torch.dtype, path: Path) -> Poison:
     empty = torch.empty(shape, dtype=dtype, device="meta")
     return Poison.of(nn.Parameter(empty, requires_grad=False), path)
+
+
+def _adapt(template: nn.Module, targets: Sequence[Target], lora: Choice, rows: bool) -> _Slots:
+    """Give the layers of our copy of a module the slots of their adapters."""
+    found = _Slots({}, {})
+    for target in targets:
+        # Tied weights share an adapter: one object in the slots of all their layers.
+        slots = {part: _slot(shape, target, part) for part, shape in parts_of(lora, target).items()}
+        for part, slot in slots.items():
+            found.leaves[(*target.path, part)] = slot
+        for path in target.paths:
+            setting = Setting(path, tuple(slots), target.scale, lora.dropout, rows)
+            _adapt_layer(template.get_submodule(dotted(path[:-1])), target, setting, slots)
+            for part in slots:
+                found.leaf_paths[(*path[:-1], f"{path[-1]}:{part}")] = (*target.path, part)
+    return found
+
+
+def _check_rows(whole: Sequence[Entry], tables: Sequence[Table]) -> None:
+    """Raise if an adapter for each row would need a leaf or a table for each row."""
+    if whole:
+        raise UnsupportedError(
+            "attach: with rows=True no leaf can be trained whole.",
+            got=f"{dotted(whole[0].paths[0])!r}, which is trained whole",
+            hint="torch.vmap over rows runs a whole leaf for each.",
+        )
+    if tables:
+        raise UnsupportedError(
+            "attach: with rows=True no rows of a table can be trained.",
+            got=f"rows of {dotted(tables[0].path)!r}",
+            hint="torch.vmap over rows runs a table for each.",
+        )
 
 
 # Any: poison takes the place of a parameter.

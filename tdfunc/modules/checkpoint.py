@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -41,8 +41,11 @@ _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "e
 _ATOMS = (int, float, str, torch.dtype, torch.device, torch.Size, type(None))
 
 
-# Any: fn takes and returns what it likes.
-def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def checkpoint(fn: Callable[P, R]) -> Callable[P, R]:
     """Return the function with its intermediate results computed again for the derivative, not kept.
 
     It works where `torch.utils.checkpoint` does, and inside `torch.func` transforms: `grad`, `vjp`, `jacrev`, `vmap`,
@@ -75,7 +78,7 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(fn)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: P.args, **kwargs: P.kwargs) -> Any:
         if not torch.is_grad_enabled() or (in_functorch() and _runs_plainly()):
             return fn(*args, **kwargs)
         if is_compiling():

@@ -281,16 +281,8 @@ def dispatch(
         in_keys = getattr(self, source) if isinstance(source, str) else source
         if isinstance(first, dict):
             _refuse_entries(self, first, in_keys)
-        values: dict[NestedKey, Any] = {}
-        rest = list(args)
-        for key in in_keys:
-            name = separator.join(unravel(key))
-            if rest:
-                if name in kwargs:
-                    raise error(TypeError, f"{type(self).__name__}: {name!r} is given by position and by keyword.")
-                values[key] = rest.pop(0)
-            elif name in kwargs:
-                values[key] = kwargs.pop(name)
+        values = _take_values(self, in_keys, separator, args, kwargs)
+        rest = args[len(in_keys) :]
         out = fn(self, TensorDict(values), *rest, **kwargs)
         keys = getattr(self, dest) if isinstance(dest, str) else dest
         found = tuple([out[key] for key in keys if key != DISCARDED])
@@ -332,6 +324,23 @@ def _select_at_root(module: Any, tree: Any, out: Any) -> Any:
     if isinstance(module, TensorDictModuleBase) and tree.tracer.root is module:
         return module._selected_in_graph(tree, out)
     return out
+
+
+# Any: values of trees.
+def _take_values(
+    module: Any, in_keys: Sequence[NestedKey], separator: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[NestedKey, Any]:
+    """Return the values of the in keys that are given by position or keyword; take the keywords out of `kwargs`."""
+    values: dict[NestedKey, Any] = {}
+    for place, key in enumerate(in_keys):
+        name = separator.join(unravel(key))
+        if place < len(args):
+            if name in kwargs:
+                raise error(TypeError, f"{type(module).__name__}: {name!r} is given by position and by keyword.")
+            values[key] = args[place]
+        elif name in kwargs:
+            values[key] = kwargs.pop(name)
+    return values
 
 
 def _refuse_entries(module: Any, given: dict[Any, Any], in_keys: Sequence[NestedKey]) -> None:

@@ -198,12 +198,12 @@ def aliases(open_, close, depth=12):
 )
 def test_a_small_file_takes_little_time(text):
     """Aliases that make a small file a value without end are refused at once, in a short message."""
-    begin = time.perf_counter()
+    begin = time.process_time()
 
     with pytest.raises(ValueError, match="merge: ") as caught:
         read_config(text)
 
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
     assert len(str(caught.value)) < 3_000
 
 

@@ -48,12 +48,12 @@ class Broken:
 )
 def test_a_value_of_any_size_has_a_short_text(value):
     """Length and time are bounded: items, levels, characters and digits are cut."""
-    begin = time.perf_counter()
+    begin = time.process_time()
 
     text = brief(value)
 
     assert len(text) < 400
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize("value", [1, True, None, 0.5, "text", [1, "a"], {"a": [1]}, (1,), {1}])

@@ -1,27 +1,20 @@
-"""docs/field.md: each row has an address of a report and a test that exists."""
+"""The reports of `python -m benchmarks.field`: each has an address and a test that exists."""
 
 import ast
 import functools
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from benchmarks.field.__main__ import addresses, main, read_rows, reports
+
 ROOT = Path(__file__).parents[2]
 ADDRESS = re.compile(r"\[([\w.-]+/[\w.-]+)#(\d+)\]\(https://github\.com/([\w.-]+/[\w.-]+)/(?:issues|pull)/(\d+)\)")
 PLACE = re.compile(r"`((?:tests|benchmarks)/[\w/]+\.py)::(\w+)`")
-HEAD = ["report", "what it describes", "tdfunc", "test"]
-
-
-def read_rows(text):
-    """The cells of the rows of all tables of a page."""
-    lines = [line for line in text.splitlines() if line.startswith("|") and set(line) - set("|-")]
-    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-    return [row for row in cells if row != HEAD]
-
-
-ROWS = read_rows((ROOT / "docs/field.md").read_text())
+ROWS = [list(row) for row in reports([])]
 each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].partition("]")[0].lstrip("["))
 
 
@@ -42,9 +35,26 @@ def is_list_of(pattern, cell):
     return re.fullmatch(rf"(?:{pattern.pattern})(?:, (?:{pattern.pattern}))*", cell) is not None
 
 
-def test_the_page_has_rows():
-    """The tests below compare something."""
+def test_the_file_has_rows():
+    """The tests below compare something, and each line of a table is a row."""
     assert len(ROWS) > 80
+    head = "| report | what it describes | tdfunc | test |\n|---|---|---|---|\n"
+    assert read_rows(head + "| a | b | c | d |\n") == [["a", "b", "c", "d"]]
+
+
+def test_addresses_are_counted():
+    """A row may have several reports."""
+    assert addresses() == sum(row[0].count("](https://") for row in ROWS) > len(ROWS)
+
+
+def test_reports_with_a_word_are_printed(monkeypatch, capsys):
+    """The address, the situation, the behaviour and the test, of the reports with all words."""
+    monkeypatch.setattr(sys, "argv", ["field", "Optax", "clip"])
+    main()
+    printed = capsys.readouterr().out
+
+    assert "https://github.com/google-deepmind/optax/pull/1752\nA clip to norm 0" in printed
+    assert "tensordict" not in printed
 
 
 @each_row
@@ -87,7 +97,7 @@ def test_no_report_has_two_rows():
 
 
 def test_each_test_of_this_folder_has_a_row():
-    """A test of a report that the page does not name would not be found."""
+    """A test of a report that no row names would not be found."""
     named = {name for row in ROWS for file, name in PLACE.findall(row[3]) if file.startswith("tests/field/")}
     files = [path.relative_to(ROOT) for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__)]
     found = {name for file in files for name in names_in(file) if name.startswith("test_")}

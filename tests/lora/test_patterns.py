@@ -84,11 +84,11 @@ def test_a_pattern_matches_as_re_does(pattern, text):
 )
 def test_no_pattern_takes_exponential_time(pattern):
     """Where `re` takes years."""
-    start = time.perf_counter()
+    start = time.process_time()
 
     Pattern(pattern, "a test").matches("a" * 300)
 
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_a_pattern_of_too_many_steps_is_refused():
@@ -132,13 +132,13 @@ WRITTEN = {
 def test_a_table_of_many_names_is_read_in_time(written):
     """Each of thousands of layers has its own entry, and is looked up once."""
     names = [f"model.layers.{i}.q" for i in range(5000)]
-    start = time.perf_counter()
+    start = time.process_time()
     table = PatternTable([(WRITTEN[written](name), i) for i, name in enumerate(names)], "a test", 0)
 
     found = [table[name] for name in names]
 
     assert found == list(range(5000))
-    assert time.perf_counter() - start < 4
+    assert time.process_time() - start < 4
 
 
 CHARACTERS = st.text("ab.1", max_size=3)

@@ -41,6 +41,44 @@ def test_names_of_rows_are_unique(table):
     assert len(set(names)) == len(names)
 
 
+def test_each_model_of_transformers_is_in_one_family():
+    """The page names each model once."""
+    named = [name for names in page.FAMILIES.values() for name in names]
+
+    assert sorted(named) == sorted(results.load()["transformers"])
+
+
+def test_each_family_of_torch_begins_with_a_row():
+    """A row that is gone would give its family to the one before."""
+    assert page.FIRST.keys() <= results.load()["torch.nn"].keys()
+    assert next(iter(results.load()["torch.nn"])) == next(iter(page.FIRST))
+
+
+def test_each_model_that_fails_a_check_has_advice():
+    """The page names the models that are refused or run as a loop, and no others."""
+    entries = {name: entry for kept in results.load().values() for name, entry in kept.items()}
+    failing = [name for name, entry in entries.items() if not all(results.claims(entry.found).values())]
+
+    assert sorted(failing) == sorted(page.ADVICE)
+
+
+def test_a_family_counts_what_runs_stacked():
+    """A loop is counted, and speeds have a median and a range."""
+    loop = GOOD._replace(way="loop")
+    entries = [Entry(GOOD, 2.0), Entry(GOOD, 6.0), Entry(GOOD, 3.0), Entry(loop, None)]
+
+    assert page._family(entries) == ("3 of 4", "3.0x (2.0x to 6.0x)")
+    assert page._family(entries[:3])[0] == "all"
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_all_rows_can_be_printed(table):
+    """Each row and each reason is in the table that is printed."""
+    text = page.parts()[table]
+
+    assert [name for name in results.load()[table] if f"\n| {name} | " not in text] == []
+
+
 def test_results_are_read_as_they_were_stored(tmp_path):
     """An entry is the same after a round trip through JSON, with and without a speed."""
     first, second = [row.name for row in ROWS[:2]]

@@ -1,4 +1,4 @@
-"""A reader of our files and folders, written from `docs/storage.md`, `checkpoints.md` and `memmap.md` without tdfunc.
+"""A reader of our files and folders, written from `docs/formats.md` without tdfunc.
 
 It gives nested dicts of numpy arrays and of what is no tensor; a lazy stack is a dict with the keys "0", "1", ...
 """

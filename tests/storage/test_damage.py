@@ -132,7 +132,7 @@ def test_the_forger_writes_good_files(tmp_path):
 
 
 def test_our_files_are_those_of_the_forger(tmp_path):
-    """A file has the bytes that docs/storage.md describes."""
+    """A file has the bytes that docs/formats.md describes."""
     save(TensorDict({"w": torch.tensor([1.0, 2.0])}), tmp_path / "f.safetensors")
     text = '{"specs":[["F32",[2]]],"nodes":[{"keys":["w"],"items":[0]}],"ties":[]}'
 

@@ -487,7 +487,7 @@ def test_written_to_its_own_place_a_leaf_keeps_its_file(tmp_path):
 
 
 def test_the_format_is_tensordict_s(tmp_path):
-    """meta.json is as docs/memmap.md describes it, also of the longest key that tensordict can hold."""
+    """meta.json is as docs/formats.md describes it, also of the longest key that tensordict can hold."""
     key = "x" * 248
     tree = TensorDict({key: torch.zeros(2, 3), "shape": torch.ones(2)}, [2], names=["row"])
 

@@ -95,7 +95,7 @@ def header_of(path):
 
 
 def test_the_index_is_as_documented(tmp_path):
-    """The digests of an index and its shards are those that docs/storage.md describes."""
+    """The digests of an index and its shards are those that docs/formats.md describes."""
     save(tree_of(1), tmp_path / "m", max_shard_size=10_000)
 
     raw = (tmp_path / "m" / INDEX).read_bytes()

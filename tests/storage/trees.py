@@ -153,7 +153,7 @@ def _holds(tree, path, leaf):
 def forge(tree, entries, data=b"", *, leaves=None, version="1", algorithm="xxh3-64", extra=""):
     """The bytes of a file made by another program: valid checksums around any contents.
 
-    It shares no code with tdfunc, so it also shows that docs/storage.md is enough to write a file.
+    It shares no code with tdfunc, so it also shows that docs/formats.md is enough to write a file.
     """
     text = tree if isinstance(tree, str) else json.dumps(tree)
     if leaves is None:

@@ -11,7 +11,7 @@ _TREE = "benchmarks/conformance/faults/test_trees.py"
 _FOLDERS = "benchmarks/conformance/faults/test_folders.py"
 _FILES = "benchmarks/conformance/faults/test_checkpoints.py"
 _OPTIM = "benchmarks/conformance/faults/test_optim.py"
-_RELIABILITY = "counted in docs/reliability_counts.md, both sides, by benchmarks/reliability"
+_RELIABILITY = "counted by benchmarks/reliability, both sides"
 
 SWAPPING = {
     "an exception in a block": f"{_BIND}::test_exception_in_the_body",

@@ -173,7 +173,7 @@ def open_file(path: str, flags: int, mode: int = 0o777) -> int:
 def open_in(folder: int, path: str, name: str, flags: int, *, follow: bool) -> int:
     """Open a file by its name in an open folder, whose path is `path`; without `follow` a link is an ELOOP.
 
-    Weaker: the name is looked up twice, once to see that it is no link.
+    Weaker: the name is looked up twice, once to check that it is not a link.
     """
     if folder != NO_FD:
         return os.open(name, flags if follow else flags | NO_LINK, dir_fd=folder)

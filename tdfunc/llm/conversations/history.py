@@ -14,6 +14,7 @@ from tdfunc._tensorclass import TensorClass
 from tdfunc.core.errors import BatchSizeError, ImmutableError, error
 from tdfunc.core.nontensor import NonTensorData, NonTensorStack
 from tdfunc.core.shapes import dim_index
+from tdfunc.core.types import PerRow
 from tdfunc.llm.encoding.chat import apply_template, read_options
 from tdfunc.llm.messages.columns import (
     column,
@@ -51,7 +52,7 @@ _KEPT = ("tools", "system")
 _LISTS = ("tool_calls", "tool_responses", "tools", "token_ids")
 
 
-class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments, reportUntypedBaseClass]
+class History(TensorClass, nocast=True):
     """Conversations: messages along the last batch dimension, conversations along the dimensions before it.
 
     `History(role="user", content="hi")` is one message. `from_chats` reads conversations. A list of conversations
@@ -85,18 +86,19 @@ class History(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgume
         ['hi', 'hello']
     """
 
-    role: str
-    content: str | ContentBase | None = None
-    is_complete: bool = True
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_responses: list[str] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    parse_error: str | None = None
+    role: PerRow[str]
+    content: PerRow[str | ContentBase] | None = None
+    is_complete: PerRow[bool] = True
+    # Any: a batch has lists of these lists.
+    tool_calls: list[Any] | None = None
+    tool_responses: list[Any] | None = None
+    name: PerRow[str] | None = None
+    tool_call_id: PerRow[str] | None = None
+    reasoning_content: PerRow[str] | None = None
+    tools: list[Any] | None = None
+    finish_reason: PerRow[str] | None = None
+    token_ids: list[Any] | None = None
+    parse_error: PerRow[str] | None = None
 
     def __post_init__(self) -> "Self":
         """Distribute lists of values over the messages, and store parts as dicts."""
@@ -507,7 +509,7 @@ def _to_chat(history: Any) -> Any:
 AbstractTemplate._history = History
 
 
-class ChatHistory(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments, reportUntypedBaseClass]
+class ChatHistory(TensorClass, nocast=True):
     """Conversations, one for each element of the batch; the histories have a further dimension of messages.
 
     Args:

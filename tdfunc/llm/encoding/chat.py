@@ -152,31 +152,41 @@ def chat_rows(
     control = control_strings(tokenizer, template)
     forged = set(find_forged(conversations, control))
     ends = {"generation_prompt": generation_prompt, "open_end": open_end}
-    places = range(len(conversations))
     # By the place of the conversation: all with masks, else those with control strings in contents.
-    marked: dict[int, Marked] = {}
-    to_mark = [i for i in places if masks or i in forged]
-    if to_mark:
-        found = template.marked_all([conversations[i] for i in to_mark], **ends, replies=masks)
-        marked = dict(zip(to_mark, found, strict=True))
-    # The texts that are encoded in one call.
+    to_mark = [i for i in range(len(conversations)) if masks or i in forged]
+    marked = _marked_at(template, conversations, to_mark, replies=masks, **ends)
     texts = {i: each.text for i, each in marked.items() if i not in forged}
-    to_render = [i for i in places if i not in marked]
-    if to_render:
-        rendered = template.texts([conversations[i] for i in to_render], **ends)
-        texts.update(zip(to_render, rendered, strict=True))
+    texts |= _texts_at(template, conversations, [i for i in range(len(conversations)) if i not in marked], **ends)
+    # One call for all texts.
     encoded = dict(zip(texts, encode_texts(own, list(texts.values()), offsets=masks), strict=True))
+    for i, text in texts.items():
+        if has_hidden_control(own, text, encoded[i].ids, control):
+            encoded[i] = encode_marked(own, Marked(text, [], []), control)
+    for i in forged:
+        encoded[i] = encode_marked(own, marked[i], control)
+    if not masks:
+        return [_row_of(encoded[i], None) for i in range(len(conversations))]
     skipped = _count_replies(template, conversations, prompts or [0] * len(conversations))
-    rows: list[EncodedRow] = []
-    for i in places:
-        if i in forged:
-            made = encode_marked(own, marked[i], control)
-        else:
-            made = encoded[i]
-            if has_hidden_control(own, texts[i], made.ids, control):
-                made = encode_marked(own, Marked(texts[i], [], []), control)
-        rows.append(_row_of(made, marked[i].replies[skipped[i] :] if masks else None))
-    return rows
+    return [_row_of(encoded[i], marked[i].replies[skipped[i] :]) for i in range(len(conversations))]
+
+
+def _marked_at(
+    template: AbstractTemplate, conversations: Sequence[Conversation], places: Sequence[int], **options: bool
+) -> dict[int, Marked]:
+    """Return the marked texts of the conversations at some places."""
+    if not places:
+        return {}
+    found = template.marked_all([conversations[i] for i in places], **options)
+    return dict(zip(places, found, strict=True))
+
+
+def _texts_at(
+    template: AbstractTemplate, conversations: Sequence[Conversation], places: Sequence[int], **options: bool
+) -> dict[int, str]:
+    """Return the texts of the conversations at some places."""
+    if not places:
+        return {}
+    return dict(zip(places, template.texts([conversations[i] for i in places], **options), strict=True))
 
 
 def _count_replies(

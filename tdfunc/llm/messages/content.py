@@ -19,7 +19,7 @@ _NESTED: dict[str, dict[str, str]] = {
 }
 
 
-class ContentBase(TensorClass["nocast", "shadow"]):  # pyright: ignore[reportInvalidTypeArguments, reportUntypedBaseClass]
+class ContentBase(TensorClass, nocast=True, shadow=True):
     """One part of a message: text, an image, audio, a file, or a call.
 
     `History(content=...)` accepts one part (or several, along a batch dimension) and stores it as OpenAI's dicts.

@@ -7,9 +7,10 @@ distinguish tokens from pads. All fields may be empty. B conversations, P, R and
 from torch import Tensor
 
 from tdfunc._tensorclass import TensorClass
+from tdfunc.core.types import PerRow
 
 
-class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments, reportUntypedBaseClass]
+class Text(TensorClass, nocast=True):
     """Texts, one for each conversation.
 
     Args:
@@ -24,13 +25,13 @@ class Text(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments
         'Hi'
     """
 
-    prompt: str | None = None
-    response: str | None = None
-    full: str | None = None
-    finish_reason: str | None = None
+    prompt: PerRow[str] | None = None
+    response: PerRow[str] | None = None
+    full: PerRow[str] | None = None
+    finish_reason: PerRow[str] | None = None
 
 
-class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments, reportUntypedBaseClass]
+class Tokens(TensorClass, nocast=True):
     """Token ids.
 
     Args:
@@ -48,7 +49,7 @@ class Tokens(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgumen
     is_complete: Tensor | None = None
 
 
-class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments, reportUntypedBaseClass]
+class Masks(TensorClass, nocast=True):
     """Masks of the shape of `Tokens.full`.
 
     Args:
@@ -62,7 +63,7 @@ class Masks(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArgument
     padded: bool | None = None
 
 
-class LogProbs(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments, reportUntypedBaseClass]
+class LogProbs(TensorClass, nocast=True):
     """The log-prob of each token given the tokens before it, in nats.
 
     Args:

@@ -104,31 +104,6 @@ class Head(NamedTuple):
         return torch.tanh(found / self.softcap) * self.softcap
 
 
-def chosen_log_probs(
-    head: Head,
-    hidden_ND: Tensor,
-    output: tuple[Tensor, Tensor | None],
-    ids_NK: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    chunk_size: int | None = None,
-) -> Tensor:
-    """Return the log-probs of K candidates at each position, in float32 or the wider dtype of the logits.
-
-    Args:
-        head: The steps of the family.
-        hidden_ND: The hidden states from which the candidates are predicted.
-        output: The weight (V, D) and the bias (V,) of the head.
-        ids_NK: The candidates.
-        temperature: A divisor of the logits, one number or (N,).
-        chunk_size: The number of positions whose logits exist at the same time.
-
-    Shapes:
-        (N, K), in nats.
-    """
-    return head_scores(head, hidden_ND, output, ids_NK, temperature=temperature, chunk_size=chunk_size).log_probs
-
-
 def head_scores(
     head: Head,
     hidden_ND: Tensor,
@@ -139,9 +114,19 @@ def head_scores(
     chunk_size: int | None = None,
     wanted: Wanted = _NOTHING,
 ) -> HeadScores:
-    """Return the log-probs of K candidates at each position, and other results.
+    """Return the log-probs of K candidates at each position, in float32 or the wider dtype of the logits.
 
-    Arguments are as for `chosen_log_probs`; `wanted` selects the other results.
+    Args:
+        head: The steps of the family.
+        hidden_ND: The hidden states from which the candidates are predicted.
+        output: The weight (V, D) and the bias (V,) of the head.
+        ids_NK: The candidates.
+        temperature: A divisor of the logits, one number or (N,).
+        chunk_size: The number of positions whose logits exist at the same time.
+        wanted: The other results.
+
+    Shapes:
+        (N, K), in nats.
     """
     weight, bias = output
     inputs = _Inputs(hidden_ND, weight, bias, ids_NK, _heat(temperature, hidden_ND))
@@ -212,11 +197,6 @@ def _compiled_scores(head: Head, inputs: _Inputs, wanted: Wanted, *, is_heat_by_
         # Compiled gradients take no writes into logits; a compiler fuses the operations.
         found.append(_whole_scores(_wide(logits, chunk.heat), chunk.ids, wanted))
     return _Part(*[each[:total] for each in _joined(found)])
-
-
-def log_probs_of(logits_NV: Tensor, ids_NK: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
-    """Return the log-probs (N, K) of candidates from complete logits; arguments as for `chosen_log_probs`."""
-    return scores_of(logits_NV, ids_NK, temperature).log_probs
 
 
 def scores_of(

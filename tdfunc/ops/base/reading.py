@@ -1,7 +1,9 @@
 """Reading a tree: nodes by path, keys, values, leaves, and the entries that filters are given."""
 
 from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, overload
+
+from torch import Tensor
 
 from tdfunc.core.collection import PLAIN, TensorCollection, check_one_shape, leaf_items, leaf_paths
 from tdfunc.core.errors import ImmutableError, TreeStructureError, error
@@ -211,6 +213,14 @@ class ReadMethods(TensorCollection):
         """Return the values, as `td[key]` returns them."""
         return [value for _, value in self.items(include_nested, leaves_only, sort=sort)]
 
+    @overload
+    def items(
+        self, include_nested: Literal[False] = False, leaves_only: bool = False, *, sort: bool = False
+    ) -> list[tuple[str, Any]]: ...
+    @overload
+    def items(
+        self, include_nested: bool, leaves_only: bool = False, *, sort: bool = False
+    ) -> list[tuple[Any, Any]]: ...
     def items(
         self, include_nested: bool = False, leaves_only: bool = False, *, sort: bool = False
     ) -> list[tuple[Any, Any]]:
@@ -223,7 +233,7 @@ class ReadMethods(TensorCollection):
             for path, node in pairs
         ]
 
-    def leaves(self) -> list[Any]:
+    def leaves(self) -> list[Tensor]:
         """Return the tensors in insertion order, each tied tensor once; non-tensor data are left out.
 
         `torch.utils._pytree.tree_leaves` gives the same tensors in sorted key order: do not zip the two.

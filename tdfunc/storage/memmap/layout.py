@@ -2,7 +2,7 @@
 
 The layout is tensordict's. The empty key of `meta.json`, which tensordict ignores, contains the node in the grammar of
 `tree/encode.py`, as in a safetensors header; tensordict's own fields follow from it. This module writes nothing.
-`docs/memmap.md` is the specification, and `folder.py` reads it.
+`docs/formats.md` is the specification, and `folder.py` reads it.
 """
 
 import json

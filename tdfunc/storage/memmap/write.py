@@ -1,6 +1,6 @@
 """Trees onto mapped files: a folder written as a whole, files of zeros, and the writes that end in `_`.
 
-The layout is tensordict's (`docs/memmap.md`), so that each library opens the folders of the other.
+The layout is tensordict's (`docs/formats.md`), so that each library opens the folders of the other.
 """
 
 import errno

@@ -1,6 +1,6 @@
 """The header of a safetensors file: the places of the leaves, their digests, and the entries for other readers.
 
-Pure functions on bytes. `docs/storage.md` is the specification; `tree/encode.py` writes the JSON of the tree inside.
+Pure functions on bytes. `docs/formats.md` is the specification; `tree/encode.py` writes the JSON of the tree inside.
 """
 
 import json

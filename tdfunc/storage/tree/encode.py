@@ -1,6 +1,6 @@
 """A tree to JSON: nodes in a flat list, leaves by dtype and shape, ties once, non-tensor data as values.
 
-The grammar is in `docs/storage.md`; `decode.py` reads it. A flat list, so that depth meets no recursion limit.
+The grammar is in `docs/formats.md`; `decode.py` reads it. A flat list, so that depth meets no recursion limit.
 """
 
 import json

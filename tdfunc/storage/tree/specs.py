@@ -1,6 +1,6 @@
 """Leaves in a description: dtypes by their codes, shapes that can be counted, and JSON that has one meaning.
 
-`docs/storage.md` is the specification.
+`docs/formats.md` is the specification.
 """
 
 import json

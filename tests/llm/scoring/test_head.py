@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tdfunc.llm.scoring.head import Head, Wanted, chosen_log_probs, head_scores, log_probs_of
+from tdfunc.llm.scoring.head import Head, Wanted, head_scores, scores_of
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
@@ -18,9 +18,9 @@ def test_gradients_are_those_of_whole_logits(head, has_bias, heat, size):
     hidden, weight, bias, each = leaves = [leaf.double().requires_grad_() for leaf in made]
     output, temperature = (weight, bias if has_bias else None), each if heat == "each" else heat
     ids, slope = torch.randint(11, (7, 2)), torch.randn(7, 2, dtype=torch.float64)
-    expected = log_probs_of(head.logits(hidden, *output), ids, temperature)
+    expected = scores_of(head.logits(hidden, *output), ids, temperature).log_probs
 
-    found = chosen_log_probs(head, hidden, output, ids, temperature=temperature, chunk_size=size)
+    found = head_scores(head, hidden, output, ids, temperature=temperature, chunk_size=size).log_probs
     torch.testing.assert_close(found, expected)
     grads = [torch.autograd.grad(x, leaves, slope, allow_unused=True) for x in (found, expected)]
     torch.testing.assert_close(*[[g for g in one if g is not None] for one in grads])
@@ -31,7 +31,7 @@ def test_the_peak_is_one_chunk_of_logits():
     hidden, weight, size = torch.randn(256, 8), torch.randn(1000, 8), 32
     ids = torch.randint(1000, (256, 1))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        chosen_log_probs(Head(), hidden, (weight, None), ids, chunk_size=size)
+        head_scores(Head(), hidden, (weight, None), ids, chunk_size=size)
     events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
     live = list(itertools.accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())))
 
@@ -47,9 +47,9 @@ def test_a_temperature_is_not_rounded_to_the_dtype_of_the_states(dtype, temperat
     weight = (torch.randn(32, 16, generator=generator) * 3).to(dtype)
     ids = torch.randint(32, (4, 2), generator=generator)
 
-    found = chosen_log_probs(Head(), hidden, (weight, None), ids, temperature=temperature)
+    found = head_scores(Head(), hidden, (weight, None), ids, temperature=temperature).log_probs
 
-    expected = log_probs_of(Head().logits(hidden, weight, None), ids, temperature)
+    expected = scores_of(Head().logits(hidden, weight, None), ids, temperature).log_probs
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -62,11 +62,11 @@ def test_gradients_of_many_chunks_are_rounded_once(dtype, part, generator):
     # Chunks of one sign: the sum grows, and each chunk is small beside it.
     ids = torch.zeros(2048, 1, dtype=torch.int64)
     wide = {name: leaf.double().requires_grad_() for name, leaf in output.items()}
-    whole = log_probs_of(Head().logits(hidden.double(), **wide), ids).mean()
+    whole = scores_of(Head().logits(hidden.double(), **wide), ids).log_probs.mean()
     (expected,) = torch.autograd.grad(whole, wide[part])
     output[part].requires_grad_()
 
-    chunks = chosen_log_probs(Head(), hidden, tuple(output.values()), ids, chunk_size=8).mean()
+    chunks = head_scores(Head(), hidden, tuple(output.values()), ids, chunk_size=8).log_probs.mean()
 
     (found,) = torch.autograd.grad(chunks, output[part])
     assert (found.double() - expected).norm() < torch.finfo(dtype).eps * expected.norm() + 1e-5
@@ -94,7 +94,7 @@ def test_entropies_and_their_gradients_are_those_of_whole_logits(head, heat, siz
     ids = torch.randint(11, (7, 2), generator=generator)
     slopes = torch.randn(7, 2, generator=generator).double(), torch.randn(7, generator=generator).double()
     logits = head.logits(hidden, weight, bias)
-    expected = log_probs_of(logits, ids, temperature), whole_entropy(logits, temperature)
+    expected = scores_of(logits, ids, temperature).log_probs, whole_entropy(logits, temperature)
 
     found = head_scores(
         head, hidden, (weight, bias), ids, temperature=temperature, chunk_size=size, wanted=Wanted(entropy=True)

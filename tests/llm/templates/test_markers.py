@@ -49,9 +49,9 @@ def test_many_blank_parts_in_a_template_that_edits(blank):
     parts = [{"type": "text", "text": blank}] * 60
     replies = [{"role": "assistant", "content": parts}, {"role": "assistant", "content": "low"}]
     turns = [each for reply in replies for each in ({"role": "user", "content": "hi"}, reply)]
-    began_s = time.perf_counter()
+    began_s = time.process_time()
 
     marked = JinjaTemplate(make_tokenizer(EDITING)).marked(Conversation(turns))
 
     assert [span.message for span in marked.replies] == [1, 3]
-    assert time.perf_counter() - began_s < 5
+    assert time.process_time() - began_s < 5

@@ -211,13 +211,13 @@ REPEATED = [*["\n", " ", "</think>", "<tool_response>\n"], *[mark for t in ALL.v
 def test_a_text_of_one_repeated_token_is_parsed_in_time(name, start, repeated):
     """Also the line breaks of a model that never closes its call: no run is tried from each of its places."""
     text = start + repeated * 4000
-    began_s = time.perf_counter()
+    began_s = time.process_time()
 
     ALL[name].parse_reply(text)
     with contextlib.suppress(ValueError):
         ALL[name].parse_chat(text)
 
-    assert time.perf_counter() - began_s < 2
+    assert time.process_time() - began_s < 2
 
 
 @pytest.mark.parametrize(

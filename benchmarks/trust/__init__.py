@@ -1,0 +1,1 @@
+"""Counts what was tested, and how, for docs/reliability.md: `python -m benchmarks.trust`."""
