@@ -21,6 +21,7 @@ LEFT_OUT = {
         "*test_deletion.py::*", "*::test_the_disk_has_the_contents_before_the_name_*", "*::test_nothing_goes_before_*",
         "*::test_ctrl_c_in_a_close_*", "*test_covers.py::test_a_narrow_table_*", "*::test_long_runs_are_not_mapped*",
         "*::test_a_file_of_several_machines_*", "*::test_a_file_without_space_is_not_mapped*",
+        "*::test_gather_of_a_large_leaf*",
     ),
     "opening a pipe waits without O_NONBLOCK, and Windows has none in its folders": (
         "*::test_something_else_in_place_of_a_file*", "*::test_special_files*", "*::test_hostile_folders*",
