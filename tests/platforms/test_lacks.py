@@ -32,7 +32,7 @@ def ended(process):
     return out.split()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [pytest.param("bare", marks=pytest.mark.slow), "windows"])
 def test_saves_and_loads(level, tmp_path):
     """Every way of saving and loading works, within one process."""
     assert ended(start(level, "all", tmp_path, *QUICK)) == list(QUICK)

@@ -73,6 +73,8 @@ def map_bytes(fd: int, path: str, size_bytes: int, mode: MapMode) -> Any:
     try:
         flat: Any = torch.from_file(name, shared=mode == "r+", size=size_bytes, dtype=torch.uint8, device="cpu")
     except RuntimeError as err:
+        if name == path and not os.path.exists(path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from err
         raise error(
             OSError,
             f"{path}: the file cannot be mapped: {err}",
