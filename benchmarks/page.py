@@ -101,7 +101,8 @@ def _widths(results: Results) -> list[str]:
         values = [f"{shown(value)} ({width})" for width, value in lines[members].items()]
         rows.append([model, ", ".join(values)])
     parts = [f"## {suite.title}", suite.intro, f"![Speed-up by the width of a member]({WIDTHS}){{ .wide }}"]
-    text = f"These are the speed-ups with {members} members. `--show widths` also has other numbers of members."
+    text = f"These are the speed-ups with {members} members. `--show widths` also has other numbers of members. "
+    text += "The table of the first page is from two other runs, on two machines."
     return [*parts, text, table(("model", "speed-up (width)"), rows)]
 
 

@@ -122,6 +122,8 @@ def _hint_for(key: str, parent: Path, names: Sequence[str], node: Any) -> str | 
         is_nested = _leads(node, parts)
     if is_nested:
         return f"a nested key is a tuple: {(*parent, *parts)!r}."
+    if "*" in key:
+        return f"a pattern selects leaves in partition(tree, {key!r}) or tree.apply(fn, where={key!r})."
     return did_you_mean(key, names)
 
 

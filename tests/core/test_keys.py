@@ -60,6 +60,11 @@ TREE = TensorDict({"fc": {"weight": 1, "bias": 1}, "scale": 2.0, "a.b": 1})
     ("key", "lacking", "hint"),
     [
         ("scael", "scael", "did you mean 'scale'?"),
+        (
+            "*.bias",
+            "*.bias",
+            "a pattern selects leaves in partition(tree, '*.bias') or tree.apply(fn, where='*.bias').",
+        ),
         (("fc", "wieght"), "wieght", "did you mean 'weight'?"),
         ("fc.weight", "fc.weight", "a nested key is a tuple: ('fc', 'weight')."),
         (("fcc", "weight"), "fcc", "did you mean 'fc'?"),
