@@ -15,7 +15,9 @@ ROOT = Path(__file__).parent.parent.parent
 QUICK = ("one_file", "shards", "background", "manager", "memmap", "open_files", "mapped_files")
 ALL = (*QUICK, "workers", "command_line", "ranks")
 KINDS = ("file", "shards", "memmap", "step")
-PATIENCE_S = 200
+# Each process imports torch, which takes long on a busy machine.
+PATIENCE_S = 500
+pytestmark = pytest.mark.timeout(1200)
 
 
 def start(*args):
