@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 
+T = TypeVar("T")
 # Any: the class of reentrant locks has no name, and its methods for forks are not in the stubs.
 _locks: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
@@ -43,6 +44,36 @@ def make_lock() -> Any:
     lock = threading.RLock()
     _locks.add(lock)
     return lock
+
+
+class cached_property(Generic[T]):
+    """An attribute that is computed when it is first read, without a lock.
+
+    Before Python 3.12, the one of functools has a lock for all objects of a class. A process that is forked while
+    another thread has it would wait for ever.
+    """
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self._function = function
+        self._name = ""
+        self.__doc__ = function.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> "cached_property[T]": ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+
+    # The next read finds the value in the object itself, since this class has no __set__.
+    def __get__(self, instance: object | None, owner: type) -> "cached_property[T] | T":
+        if instance is None:
+            return self
+        value = self._function(instance)
+        instance.__dict__[self._name] = value
+        return value
 
 
 def _free_locks() -> None:

@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import TypeAlias, TypeVar
 
 import xxhash
@@ -481,7 +481,7 @@ def _open_leftover(path: str) -> Generator[Held, None, None]:
         held = Folder(path, follow=False)
     else:
         held = Descriptor(path, platform.READ | platform.NO_LINK)
-    with held:
+    with closing(held):
         yield held
 
 
@@ -510,7 +510,7 @@ def _staged(path: str, create: Callable[[str], H]) -> Generator[tuple[str, H], N
                 continue
             raise
         # The lock is given up last.
-        with held:
+        with closing(held):
             try:
                 with suppress(OSError):
                     lock(held, wait=True)

@@ -10,13 +10,12 @@ import warnings
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from json.encoder import encode_basestring as quote
 from typing import Any, NamedTuple
 
 import torch
 
-from tdfunc.core.context import make_lock
+from tdfunc.core.context import cached_property, make_lock
 from tdfunc.core.errors import CorruptCheckpointError, UnsupportedError, brief, damaged, error, explain
 from tdfunc.core.keys import missing
 from tdfunc.core.types import Path

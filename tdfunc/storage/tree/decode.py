@@ -8,7 +8,6 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable
-from functools import cached_property
 from itertools import chain
 from json.encoder import encode_basestring as quote
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Size
 
+from tdfunc.core.context import cached_property
 from tdfunc.core.errors import CorruptCheckpointError
 from tdfunc.core.keys import dotted
 from tdfunc.core.types import Path, Ties
