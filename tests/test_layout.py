@@ -275,14 +275,35 @@ def _system_uses(node):
     return []
 
 
-@pytest.mark.parametrize(
-    "check",
-    [check_import_style, check_import_direction, check_cycles, check_folder_cycles, check_folder_sizes, check_platform],
-)
+def check_cached_properties(sources):
+    """No property has the lock of `functools.cached_property`, which a forked process may find taken for ever."""
+    found = []
+    for name, source in sources.items():
+        if re.search(
+            r"^from functools import .*\bcached_property\b|functools\.cached_property\(|@functools\.cached",
+            source,
+            re.M,
+        ):
+            found.append(f"{name}: functools.cached_property, in place of that of tdfunc.core.context")
+    return found
+
+
+CHECKS = [
+    check_import_style,
+    check_import_direction,
+    check_cycles,
+    check_folder_cycles,
+    check_folder_sizes,
+    check_platform,
+    check_cached_properties,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
 def test_package(check):
     """Imports are absolute, at the top and downwards, without cycles of files or folders; folders are small.
 
-    One file owns the differences of operating systems.
+    One file owns the differences of operating systems, and no property has a lock of all objects.
     """
     assert check(read_sources("tdfunc")) == []
 
@@ -338,6 +359,11 @@ FAULTS = [
     (check_sizes, {"a": "x = 1\n" * (MAX_FILE_LINES + 1)}),
     (check_sizes, {"a": CLASS + "    def more(self): ...\n"}),
     (check_sizes, {"a": BODY + "    x = 1\n"}),
+    (check_cached_properties, module("from functools import cached_property, wraps")),
+    (
+        check_cached_properties,
+        module("import functools\n\n\nclass A:\n    @functools.cached_property\n    def f(self): ..."),
+    ),
     *[
         (check_platform, module(source))
         for source in (

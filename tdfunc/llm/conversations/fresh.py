@@ -7,10 +7,10 @@ differ, as for a template that counts messages, each start is rendered.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from tdfunc.core.context import cached_property
 from tdfunc.llm.messages.columns import Conversation
 from tdfunc.llm.messages.windows import FEW_REPLIES, Window, reply_places, windows_of
 from tdfunc.llm.templates.base import AbstractTemplate, Marked

@@ -3,11 +3,11 @@
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import xxhash
 
+from tdfunc.core.context import cached_property
 from tdfunc.core.errors import ConcurrencyError, MissingKeyError, UnsupportedError, brief, error
 from tdfunc.llm.conversations.jsonl import json_lines
 from tdfunc.llm.messages.message import as_lists

@@ -7,9 +7,9 @@ encoded alone, except by tokenizers that treat both places alike.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
+from tdfunc.core.context import cached_property
 from tdfunc.llm.encoding.encode import decode, encode_marked, encode_texts, known_text
 from tdfunc.llm.templates.base import Marked, join_marked
 

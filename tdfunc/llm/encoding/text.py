@@ -4,7 +4,6 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import xxhash
 from torch import Tensor
 
 from tdfunc.core.collection import TensorCollection
+from tdfunc.core.context import cached_property
 from tdfunc.core.errors import brief, error
 from tdfunc.llm.encoding.encode import encode_texts, known_text
 from tdfunc.llm.encoding.padding import EncodedRow, Layout, arrange, pad_id_of
