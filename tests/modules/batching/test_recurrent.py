@@ -304,14 +304,29 @@ def test_parameters_that_require_grad(kind):
     torch.testing.assert_close(list(got), loop_grads(models, x))
 
 
-def test_members_of_lstms_equal_their_modules_to_the_last_bit():
+def test_outputs_of_lstms_equal_their_modules_to_the_last_bit():
     """The LSTM kernel of torch runs each member, so that its numbers do not depend on the others."""
     models = make("lstm", "both directions", dtype=torch.float32)
     apply, params = stacked(models)
     x = torch.randn(5, 2, 3)
 
-    found = [*tree_leaves(tdf.Ensemble(apply, "vmap")(params, x)), *grads_of(apply, params, x)]
-    want = [*loop(models, x), *loop_grads(models, x)]
+    found = tree_leaves(tdf.Ensemble(apply, "vmap")(params, x))
+
+    # Without AVX-512, torch has other kernels for weights that require grad.
+    with torch.no_grad():
+        want = loop(models, x)
+    assert [torch.equal(a, b) for a, b in zip(found, want, strict=True)] == [True] * len(want)
+
+
+def test_gradients_of_lstms_equal_their_modules_to_the_last_bit():
+    """The backward kernel runs each member as well."""
+    models = make("lstm", "both directions", dtype=torch.float32)
+    apply, params = stacked(models)
+    x = torch.randn(5, 2, 3)
+
+    found = grads_of(apply, params, x)
+
+    want = loop_grads(models, x)
     assert [torch.equal(a, b) for a, b in zip(found, want, strict=True)] == [True] * len(want)
 
 
