@@ -66,7 +66,7 @@ def page_module(tmp_path, monkeypatch):
 
 
 # Their blocks train, and compile.
-LONG = {ROOT / "docs" / f"{name}.md" for name in ("forecasting", "training", "transforms")}
+LONG = {ROOT / "docs" / f"{name}.md" for name in ("forecasting", "lora", "training", "transforms")}
 PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if python_blocks(path.read_text())]
 
 

@@ -113,6 +113,7 @@ def test_the_best_member_is_first(mode, first):
     assert rows[3] == ["2", "0.001", "nan"]
 
 
+@pytest.mark.slow
 @given(members=st.integers(1, 12), rows=st.integers(1, 12), seed=st.integers(0, 2**32))
 def test_every_row_is_a_member(members, rows, seed):
     """The table has the members that `elites` returns, with their values."""

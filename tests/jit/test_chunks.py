@@ -97,6 +97,7 @@ def test_a_chunked_step_equals_the_whole_one(name):
     assert_near(got, train(tdf.jit(make_step(apply, opt)), params, buffers, opt.init(params), data))
 
 
+@pytest.mark.slow
 @given(members=st.integers(1, 9), chunk_size=st.integers(1, 10), seed=st.integers(0, 2**32 - 1))
 @examples(5)
 def test_law_sizes(members, chunk_size, seed):

@@ -164,8 +164,11 @@ def dense(x):
 
 @pytest.mark.parametrize(
     ("backend", "around"),
-    [(lambda: None, nullcontext), (lambda: None, pool_all_sizes), (on_cpu, nullcontext)],
-    ids=["code", "pooled", "captured"],
+    [
+        pytest.param(lambda: None, nullcontext, id="code"),
+        pytest.param(lambda: None, pool_all_sizes, id="pooled", marks=pytest.mark.slow),
+        pytest.param(on_cpu, nullcontext, id="captured", marks=pytest.mark.slow),
+    ],
 )
 @examples(0.6)
 @given(

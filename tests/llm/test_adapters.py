@@ -231,7 +231,7 @@ def drawn_by(run, params, policy, buffers, seed):
     return drawn.set("reward", drawn["tokens"].response.float().mean(-1))
 
 
-@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("records", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_step_of_grpo_trains_all_adapters_as_each_alone(records):
     """A map over stacked adapters, each with separate prompts and rewards, also in a record of `jit`."""
     torch.manual_seed(0)

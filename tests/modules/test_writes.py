@@ -300,10 +300,13 @@ class Branches(nn.Module):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda apply, x, branch: lambda p, b: apply.with_buffers(p, b, x, branch)[0],
-        lambda apply, x, branch: lambda p, b: apply(p, x, branch, buffers=b),
+        pytest.param(lambda apply, x, branch: lambda p, b: apply.with_buffers(p, b, x, branch)[0], id="with_buffers"),
+        pytest.param(
+            lambda apply, x, branch: lambda p, b: apply(p, x, branch, buffers=b),
+            id="buffers=",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["with_buffers", "buffers="],
 )
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=4))
 def test_a_forward_that_branches_writes_no_given_leaf(call, branches):

@@ -51,12 +51,9 @@ def test_other_processes(level, tmp_path):
 
 @pytest.mark.parametrize(
     ("level", "kind"),
-    [
-        pytest.param(level, kind, marks=[] if (level, kind) == ("windows", "file") else pytest.mark.slow)
-        for level in LEVELS
-        for kind in KINDS
-    ],
+    [(level, kind) for level in LEVELS for kind in KINDS],
 )
+@pytest.mark.slow
 def test_a_killed_save(level, kind, tmp_path):
     """A save that is killed leaves the old tree or the new one, also where a folder is replaced in two steps."""
     last = 0
