@@ -188,15 +188,26 @@ def train_blocks(
     members = torch.arange(run._batch_size[0], device="cpu")
     tree = TensorCollection._open({"run": run, "member": members}, [len(members)])
     firsts = range(0, len(members), chunk_size)
-    deaths = 0
-    done = [blocks.rung(first) for first in firsts]
     # An executor has its own number of workers.
     workers = num_workers if executor is None else None
     options: Any = {"chunksize": chunk_size, "num_workers": workers, "executor": executor, "key": 0, "pbar": progress}
-    while min(done) < rungs:
+    _train_all(tree, blocks, firsts, options, retries)
+    parts = [blocks.load(run[i : i + chunk_size], i, _device_of(run)) for i in firsts]  # pyright: ignore[reportIndexIssue]
+    # Any: trees.
+    found: Any = torch.cat([part["run"] for part in parts])
+    return found, torch.cat([part["scores"] for part in parts])
+
+
+# Any: a tree, and options of `map_iter`.
+def _train_all(tree: Any, blocks: _Blocks, firsts: range, options: Any, retries: int) -> None:
+    """Train the blocks that begin at some members until all have their rungs, with new workers for those that died."""
+    deaths = 0
+    done = [blocks.rung(first) for first in firsts]
+    while min(done) < blocks.rungs:
         # A shorter block is the last.
-        waiting = [first for first, rung in zip(firsts, done, strict=True) if rung < rungs]
-        left: Any = torch.cat([members[first : first + chunk_size] for first in waiting])
+        waiting = [first for first, rung in zip(firsts, done, strict=True) if rung < blocks.rungs]
+        # Any: as above.
+        left: Any = torch.cat([tree["member"][first : first + firsts.step] for first in waiting])
         before = done
         death = _run_blocks(tree[left], blocks, options)
         done = [blocks.rung(first) for first in firsts]
@@ -209,10 +220,6 @@ def train_blocks(
         if done == before:
             # Other processes train the rest.
             time.sleep(_LOOK_S)
-    parts = [blocks.load(run[i : i + chunk_size], i, _device_of(run)) for i in firsts]  # pyright: ignore[reportIndexIssue]
-    # Any: trees.
-    found: Any = torch.cat([part["run"] for part in parts])
-    return found, torch.cat([part["scores"] for part in parts])
 
 
 # Any: a tree, and options of `map_iter`.

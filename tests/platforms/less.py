@@ -92,7 +92,8 @@ def _check_binary(path, flags):
 
 def _hide():
     """Hide what Linux tells of a process."""
-    real_isdir, real_open = os.path.isdir, builtins.open
+    real_isdir = os.path.isdir
+    real_open = builtins.open
 
     def isdir(path):
         return path not in _HIDDEN and real_isdir(path) if isinstance(path, str) else real_isdir(path)

@@ -110,7 +110,7 @@ def test_imports_under_another_name_of_the_system(name, lacks, holds, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_the_tests_of_storage_without_the_calls():
-    """The tests of storage pass where the calls lack, except those of the calls."""
+    """The tests of storage pass without the calls, except the tests of the calls."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "tests.platforms.bare", "tests/storage"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
