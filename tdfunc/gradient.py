@@ -64,7 +64,7 @@ def grad(
     both = value_and_grad(fn, wrt, argnums=argnums, has_aux=has_aux)
 
     @functools.wraps(fn)
-    def run(*args: P.args, **kwargs: P.kwargs) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         value, grads = both(*args, **kwargs)
         if has_aux:
             return grads, value[1]
@@ -94,7 +94,7 @@ def value_and_grad(
     call: Callable[..., Any] = fn
 
     @functools.wraps(fn)
-    def run(*args: P.args, **kwargs: P.kwargs) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         distinct = {place % max(len(args), 1) for place in places}
         if len(distinct) < len(places):
             raise error(ValueError, "grad: argnums names an argument twice.", got=brief(argnums))

@@ -180,3 +180,17 @@ def test_a_result_that_is_no_pair_is_refused(out):
     """With `has_aux` anything but a pair is an error, and nothing of it is dropped."""
     with pytest.raises(TypeError, match="returned no pair"):
         tdf.grad(out, has_aux=True)(tdf.TensorDict({"w": torch.ones(2)}))
+
+
+@pytest.mark.slow
+def test_made_in_a_compiled_function():
+    """A function that `torch.compile` takes whole may make the gradient's function and call it."""
+
+    def by_name(params, x):
+        return tdf.grad(lambda p: (p["w"] * p["b"] * x).sum(), "w")(params)["w"]
+
+    params, x = tdf.TensorDict({"w": torch.randn(3), "b": torch.randn(3)}), torch.randn(3)
+
+    compiled = torch.compile(by_name, backend="eager", fullgraph=True)
+
+    torch.testing.assert_close(compiled(params, x), by_name(params, x))

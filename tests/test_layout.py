@@ -288,6 +288,22 @@ def check_cached_properties(sources):
     return found
 
 
+def check_nested_annotations(sources):
+    """No function inside another is annotated by a ParamSpec: `torch.compile` guards on `P.args`, a new object."""
+    found = []
+    for name, source in sources.items():
+        for outer in ast.walk(ast.parse(source)):
+            if not isinstance(outer, ast.FunctionDef):
+                continue
+            inner = [node for node in ast.walk(outer) if isinstance(node, ast.FunctionDef) and node is not outer]
+            found += [
+                f"{name}:{node.lineno}: {node.name} is annotated by a ParamSpec inside a function; use Any"
+                for node in inner
+                if node.args.vararg is not None and isinstance(node.args.vararg.annotation, ast.Attribute)
+            ]
+    return found
+
+
 CHECKS = [
     check_import_style,
     check_import_direction,
@@ -296,6 +312,7 @@ CHECKS = [
     check_folder_sizes,
     check_platform,
     check_cached_properties,
+    check_nested_annotations,
 ]
 
 
@@ -360,6 +377,10 @@ FAULTS = [
     (check_sizes, {"a": CLASS + "    def more(self): ...\n"}),
     (check_sizes, {"a": BODY + "    x = 1\n"}),
     (check_cached_properties, module("from functools import cached_property, wraps")),
+    (
+        check_nested_annotations,
+        module("def outer(f):\n    def run(*args: P.args, **kwargs: P.kwargs): ...\n\n    return run"),
+    ),
     (
         check_cached_properties,
         module("import functools\n\n\nclass A:\n    @functools.cached_property\n    def f(self): ..."),

@@ -78,7 +78,7 @@ def checkpoint(fn: Callable[P, R]) -> Callable[P, R]:
     """
 
     @functools.wraps(fn)
-    def run(*args: P.args, **kwargs: P.kwargs) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or (in_functorch() and _runs_plainly()):
             return fn(*args, **kwargs)
         if is_compiling():
