@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from tdfunc._jit.code import compile_graph
 from tdfunc._jit.cudagraphs import CudaGraphs
-from tdfunc._jit.environment import Environment
+from tdfunc._jit.environment import Environment, Snapshot, join_tokens
 from tdfunc._jit.graph import clean, draws
 from tdfunc._jit.memory import tensors_of
 from tdfunc._jit.pool import Pool
@@ -194,6 +194,7 @@ class Jitted(Generic[P, R]):
         with self._lock:
             self._programs: OrderedDict[Any, _Program] = OrderedDict()
             self._contexts.clear()
+            self._environment.forget_arguments()
             # Its key without the tensors, their check, the record.
             self._last: tuple[Any, ...] = (None, None, None)
             # The recorded values of each number among the arguments.
@@ -208,14 +209,22 @@ class Jitted(Generic[P, R]):
         return f"jit({getattr(self._fn, '__qualname__', self._fn)})"
 
     def _key(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], Arguments]:
-        given = Arguments([], [], [])
+        given = Arguments([], [], [], [])
         for i, value in enumerate(args):
             describe(self._contexts, value, given, str(i))
         for name, value in kwargs.items():
             given.parts.append(name)
             describe(self._contexts, value, given, name)
         given.parts.append(aliases(given.leaves))
-        return (given.parts, len(args), self._environment.snapshot().token, modes()), given
+        token = self._environment.snapshot().token
+        if given.objects:
+            token = join_tokens([one.snapshot() for one in self._environments(given)])
+        return (given.parts, len(args), token, modes()), given
+
+    def _environments(self, given: Arguments) -> list[Environment]:
+        """Return the values that the function reads from outside, and those from each object among the arguments."""
+        own = self._environment
+        return [own, *[own.of_argument(where, value) for where, value in given.objects]]
 
     def _look_up(
         self, key: tuple[Any, ...], args: Any, kwargs: Any, given: Arguments, *, always: bool = False
@@ -230,11 +239,13 @@ class Jitted(Generic[P, R]):
                 self._hits += 1
                 self._programs.move_to_end((program.prints(), *kind))
             elif always or self._may_record():
-                before = self._environment.snapshot()
+                environments = self._environments(given)
+                before = [one.snapshot() for one in environments]
                 program = self._trace(args, kwargs, given)
                 self._misses += 1
-                self._warn_of_numbers(args, kwargs)
-                key = (*key[:2], self._environment.settle(before).token, key[3])
+                after = [one.settle(was) for one, was in zip(environments, before, strict=True)]
+                self._warn_of_numbers(args, kwargs, after)
+                key = (*key[:2], join_tokens(after), key[3])
                 self._keep((tuple(key[0]), *key[1:], tensors), program)
             else:
                 self._plain += 1
@@ -286,7 +297,7 @@ class Jitted(Generic[P, R]):
         message = f"{self} was called in more ways than it keeps records, {self._cache_size}; others are not recorded."
         warnings.warn(explain(message, expected="a few shapes, each called often", got=shown, hint=hint), stacklevel=4)
 
-    def _warn_of_numbers(self, args: Any, kwargs: Any) -> None:
+    def _warn_of_numbers(self, args: Any, kwargs: Any, outside: list[Snapshot]) -> None:
         for name, number in named_leaves(args, kwargs, int, float):
             values = self._numbers.setdefault(name, set())
             if len(values) == _MANY_VALUES - 1 and number not in values:

@@ -1,10 +1,9 @@
-"""The values that a function reads from around itself: closure cells, defaults, globals, in keys that compare."""
+"""The values that a function reads from around itself: variables and attributes, in keys that compare."""
 
-import dis
 import functools
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from decimal import Decimal
 from itertools import chain
@@ -15,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tdfunc._jit.attributes import Bound, has_attributes
+from tdfunc._jit.readers import Reader, find_parameter, find_readers
 from tdfunc.core.errors import ConcurrencyError, UnsupportedError, brief
 
 _ATOMS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -22,9 +23,8 @@ _CONTAINERS = (tuple, list, dict, set, frozenset, deque, bytearray)
 _CHANGEABLE = (list, dict, set, deque, bytearray, np.ndarray, nn.Module)
 _MAX_ITEMS = 1000
 _MAX_DEPTH = 8
-_MISSING = object()
-_SEEDERS = {"manual_seed", "fork_rng", "set_rng_state"}
-_LIBRARIES = ("torch", "tdfunc", "optree", "numpy")
+# Of the objects among the arguments whose attributes are read.
+_MAX_OBJECTS = 256
 
 
 class Same:
@@ -119,55 +119,73 @@ def static_part(value: Any, where: str) -> Any:
     return frozen
 
 
-def seeds_error(function: str, where: str) -> UnsupportedError:
-    """Return the error of a function that seeds a generator."""
-    return UnsupportedError(
-        f"jit: {function} seeds or makes a generator that it draws from, which a replay would not do again.",
-        expected="draws from generators that are given, or from torch's default one as it is",
-        got=where,
-        hint="make and seed the torch.Generator outside of the function and pass it as an argument.",
-    )
-
-
-class _Reader(NamedTuple):
-    """One place that code reads a value from."""
-
-    name: str
-    owner: Any
-    read: Callable[[], Any]
-    # True if the code assigns it.
-    own: bool = False
-
-    @property
-    def place(self) -> tuple[Same, str]:
-        return Same(self.owner), self.name
-
-
 class Snapshot(NamedTuple):
     """The values at one moment; never changed, so that threads can share it."""
 
-    readers: list[_Reader]
+    readers: list[Reader]
     values: list[Any]
     token: tuple[Any, ...]
     # The places of those that can change and stay the same object.
     changeable: list[int]
 
+    def named_parts(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield (how the code spells it, value, part of the token)."""
+        names = [reader.name for reader in self.readers]
+        return zip(names, self.values, self.token, strict=True)
+
 
 class Environment:
-    """The values that functions, and functions of their packages that they name, read from outside."""
+    """The values that functions read from outside, and functions of their packages that they reach."""
 
-    def __init__(self, *functions: Callable[..., Any], by_tensor: bool = False) -> None:
+    def __init__(self, *functions: Any, by_tensor: bool = False) -> None:
         self._functions = functions
-        self._freeze = functools.partial(freeze, by_tensor=by_tensor)
+        self._by_tensor = by_tensor
         self._ignored: set[tuple[Same, str]] = set()
         # Taken at the first call: while an object is copied, its attributes are not there yet.
         self._last: Snapshot | None = None
+        # By argument, and object or class of it; the objects are kept, so that ids stay.
+        self._arguments: dict[tuple[str, int], tuple[Any, Environment]] = {}
+
+    def of_argument(self, where: str, value: Any) -> "Environment":
+        """Return the values that the functions read from an object that is an argument."""
+        by_value = _is_in_key(value)
+        kept = value
+        if by_value:
+            kept = type(value)
+        known = self._arguments.get((where, id(kept)))
+        if known is not None:
+            return known[1]
+        roots: list[Any] = []
+        parameter = find_parameter(self._functions[0], where)
+        if parameter is not None:
+            function, name = parameter
+            roots.append(Bound(function, value, is_private=by_value, parameter=name, only_attributes=True))
+        if not by_value:
+            roots.append([value])
+        new = Environment(*roots, by_tensor=self._by_tensor)
+        if len(self._arguments) >= _MAX_OBJECTS:
+            self._arguments.clear()
+        self._arguments[where, id(kept)] = kept, new
+        return new
+
+    def forget_arguments(self) -> None:
+        """Let go of the objects that were arguments."""
+        self._arguments.clear()
+
+    def _part(self, reader: Reader, value: Any) -> Any:
+        """Return the part of the token that a value makes."""
+        if reader.counted == "nothing":
+            return None
+        if reader.counted == "identity":
+            return Same(value)
+        return freeze(value, by_tensor=self._by_tensor)
 
     def _take(self) -> Snapshot:
-        readers = [reader for reader in self._readers() if reader.place not in self._ignored]
+        readers = [reader for reader in find_readers(self._functions) if _place(reader) not in self._ignored]
         values = [reader.read() for reader in readers]
-        changeable = [i for i, value in enumerate(values) if can_change(value)]
-        return Snapshot(readers, values, tuple(map(self._freeze, values)), changeable)
+        token = tuple(map(self._part, readers, values))
+        whole = [i for i, reader in enumerate(readers) if reader.counted == "contents"]
+        return Snapshot(readers, values, token, [i for i in whole if can_change(values[i])])
 
     def snapshot(self) -> Snapshot:
         """Return the present values; its `token` is hashable and differs when one of them does."""
@@ -177,7 +195,7 @@ class Environment:
             return last
         values = [reader.read() for reader in last.readers]
         same = all(map(is_, values, last.values))
-        if same and all([self._freeze(values[i]) == last.token[i] for i in last.changeable]):
+        if same and all([self._part(last.readers[i], values[i]) == last.token[i] for i in last.changeable]):
             return last
         # A function may have been replaced by another, which reads other names.
         self._last = last = self._take()
@@ -186,14 +204,15 @@ class Environment:
     def settle(self, before: Snapshot) -> Snapshot:
         """Return the values after a trace, from then on without those that the function itself has changed."""
         now = self._take()
-        old = {r.place: (v, part) for r, v, part in zip(before.readers, before.values, before.token, strict=True)}
-        own = {reader.place for reader in now.readers if reader.own}
+        places = map(_place, before.readers)
+        old = dict(zip(places, zip(before.values, before.token, strict=True), strict=True))
+        own = {_place(reader) for reader in now.readers if reader.own}
         changed: set[tuple[Same, str]] = set()
         for reader, value, part in zip(now.readers, now.values, now.token, strict=True):
-            was, key = old.get(reader.place, (value, part))
+            was, key = old.get(_place(reader), (value, part))
             if key != part:
-                changed.add(reader.place)
-                if was is not value and reader.place not in own:
+                changed.add(_place(reader))
+                if was is not value and _place(reader) not in own:
                     raise ConcurrencyError(
                         f"jit: {reader.name!r} was assigned while the function was recorded, and not by its code.",
                         expected="values of closures and globals that stay during the first call",
@@ -207,103 +226,22 @@ class Environment:
         return now
 
     def named_values(self) -> Iterator[tuple[str, Any]]:
-        """Yield (how the code spells it, value)."""
-        return ((reader.name, reader.read()) for reader in self._readers())
-
-    def _readers(self) -> Iterator[_Reader]:
-        return chain.from_iterable(map(_readers, self._functions))
+        """Yield (how the code spells it, value) of the variables."""
+        variables = [reader for reader in find_readers(self._functions) if not reader.is_attribute]
+        return ((reader.name, reader.read()) for reader in variables)
 
 
-def _readers(fn: Any) -> Iterator[_Reader]:
-    package: str | None = None
-    todo: list[Any] = [fn]
-    seen: set[int] = set()
-    while todo:
-        function = todo.pop()
-        if id(function) in seen:
-            continue
-        seen.add(id(function))
-        if isinstance(function, functools.partial):
-            todo.append(function.func)
-            yield _Reader("partial arguments", function, lambda p=function: p.args)
-            yield _Reader("partial keywords", function, lambda p=function: p.keywords)
-        elif isinstance(function, types.MethodType):
-            todo.append(function.__func__)
-            yield _Reader("self", function.__self__, lambda m=function: m.__self__)
-        elif isinstance(function, types.FunctionType):
-            if package is None and _package(function) not in _LIBRARIES:
-                package = _package(function)
-            readers = _closure_readers(function)
-            # Of a library's functions (torch.vmap(fn), torch.func.grad(fn)) only their arguments are followed.
-            if _package(function) == package:
-                readers += _default_readers(function)
-                _refuse_seeders(function)
-                readers += _global_readers(function)
-            for reader in readers:
-                yield reader
-                todo.append(reader.read())
-        elif hasattr(function, "__wrapped__") and function is not fn:
-            todo.append(function.__wrapped__)
-        elif function is fn:
-            yield _Reader("self", fn, lambda: fn)
-            todo.append(type(fn).__call__)
+def _is_in_key(value: Any) -> bool:
+    """Return whether the key of a call holds all values in an object: only what its methods read is left."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return False
+    return not any([has_attributes(type(getattr(value, field.name))) for field in fields(value)])
 
 
-def _stored_names(function: types.FunctionType) -> frozenset[str]:
-    return _names(function.__code__, "STORE_GLOBAL", "STORE_DEREF")
+def _place(reader: Reader) -> tuple[Same, str]:
+    return Same(reader.owner), reader.key
 
 
-def _closure_readers(function: types.FunctionType) -> list[_Reader]:
-    stored = _stored_names(function)
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return [_Reader(name, cell, lambda cell=cell: contents(cell), name in stored) for name, cell in cells]
-
-
-def _default_readers(function: types.FunctionType) -> list[_Reader]:
-    readers: list[_Reader] = []
-    if function.__defaults__:
-        readers.append(_Reader("defaults", function, lambda: function.__defaults__))
-    if function.__kwdefaults__:
-        readers.append(_Reader("keyword defaults", function, lambda: function.__kwdefaults__))
-    return readers
-
-
-def _global_readers(function: types.FunctionType) -> list[_Reader]:
-    stored = _stored_names(function)
-    scope = function.__globals__
-    names = _names(function.__code__, "LOAD_GLOBAL")
-    readers: list[_Reader] = []
-    for name in sorted(names & scope.keys()):
-        if not isinstance(scope[name], types.ModuleType):
-            readers.append(_Reader(name, scope, functools.partial(scope.get, name, _MISSING), name in stored))
-    # Builtins, which a global may hide, and names that are assigned later.
-    absent = names - scope.keys()
-    if absent:
-        readers.append(_Reader("new globals", function, functools.partial(scope.keys().isdisjoint, absent)))
-    return readers
-
-
-def _refuse_seeders(function: types.FunctionType) -> None:
-    used = _names(function.__code__, "LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL")
-    if not _SEEDERS.isdisjoint(used):
-        raise seeds_error(function.__qualname__, " or ".join(sorted(_SEEDERS)))
-
-
-def _package(function: types.FunctionType) -> str:
-    return str(function.__globals__.get("__name__", "")).partition(".")[0]
-
-
-def contents(cell: types.CellType) -> Any:
-    """Return the contents of a closure cell, or a marker while it is empty."""
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return _MISSING
-
-
-@functools.lru_cache(maxsize=1000)
-def _names(code: types.CodeType, *operations: str) -> frozenset[str]:
-    """Return the names that code, and the code of functions inside it, loads or stores in these ways."""
-    names = {step.argval for step in dis.get_instructions(code) if step.opname in operations}
-    inner = [_names(constant, *operations) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return frozenset(names.union(*inner))
+def join_tokens(snapshots: Iterable[Snapshot]) -> tuple[Any, ...]:
+    """Return the token of several environments."""
+    return tuple(chain.from_iterable([one.token for one in snapshots]))

@@ -12,6 +12,7 @@ from torch.overrides import _get_current_function_mode_stack  # pyright: ignore[
 from torch.utils import _pytree as torch_pytree
 from torch.utils._device import DeviceContext
 
+from tdfunc._jit.attributes import has_attributes
 from tdfunc._jit.environment import by_equality, freeze, static_part
 from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.errors import UnsupportedError
@@ -29,6 +30,8 @@ class Arguments(NamedTuple):
     nodes: list[TensorCollection | NonTensorBase]
     # With `None` in the place of each tensor.
     parts: list[Any]
+    # The place and value of each object, whose attributes the function may read.
+    objects: list[tuple[str, Any]]
 
 
 class Contexts:
@@ -118,11 +121,13 @@ def describe(contexts: Contexts, value: Any, out: Arguments, where: str = "") ->
         _describe_each(contexts, children, out, where, numbered=True)
     else:
         out.parts.append(static_part(value, where))
+        if has_attributes(kind):
+            out.objects.append((where, value))
 
 
 def _describe_tree(contexts: Contexts, tree: TensorCollection, out: Arguments, where: str) -> None:
     """Describe a tree, from its second call on by a note in it: its structure and the objects in it never change."""
-    leaves, nodes, parts = out
+    leaves, nodes, parts, _ = out
     nodes.append(tree)
     # Without the tree itself, which would keep itself alive.
     note = getattr(tree, "_note", None)

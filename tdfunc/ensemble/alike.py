@@ -23,7 +23,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 from tdfunc._jit import Jitted
-from tdfunc._jit.environment import contents
+from tdfunc._jit.readers import contents
 from tdfunc.core.collection import Static, TensorCollection
 from tdfunc.core.errors import TreeStructureError, brief
 from tdfunc.core.keys import dotted

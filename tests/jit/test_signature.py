@@ -418,7 +418,7 @@ def test_a_result_is_described_as_a_new_tree(make):
     for _ in range(2):
         result = fn(torch.randn(2, 3))
     assert hasattr(result, "_note")
-    noted, plain = (Arguments([], [], []) for _ in range(2))
+    noted, plain = (Arguments([], [], [], []) for _ in range(2))
     describe(fn._contexts, result, noted)
     object.__delattr__(result, "_note")
     describe(fn._contexts, result, plain)

@@ -30,8 +30,9 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from tdfunc._jit.environment import Environment, contents, seeds_error
+from tdfunc._jit.environment import Environment
 from tdfunc._jit.memory import written_by
+from tdfunc._jit.readers import contents, seeds_error
 from tdfunc._jit.recording import served
 from tdfunc._jit.recording.asked import answer_traced
 from tdfunc._jit.recording.reads import Read, make_read, serve

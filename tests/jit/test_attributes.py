@@ -1,0 +1,371 @@
+"""The attributes that a jitted function reads: a replay gives those of the present call."""
+
+import enum
+import functools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import tdfunc as tdf
+from tdfunc import TensorDict
+from tdfunc._jit import jit
+from tests.jit import settings
+
+X = torch.ones(1)
+
+
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("lr",)
+
+    def __init__(self, lr=1.0):
+        self.lr = lr
+
+
+class Base:
+    """A base with a method that reads an attribute."""
+
+    def scaled(self, x):
+        """Scale by an attribute."""
+        return x * self.lr
+
+
+class Config(Base):
+    """A configuration with attributes of many kinds."""
+
+    shared = 1.0
+
+    def __init__(self, lr=1.0):
+        self.lr = lr
+        self.table = {"lr": lr}
+
+    @property
+    def rate(self):
+        """An attribute that is computed."""
+        return self.lr * 1
+
+    @functools.cached_property
+    def act(self):
+        """A function that is made once."""
+        return torch.relu
+
+    def scaled(self, x):
+        """Scale as the base does."""
+        return super().scaled(x)
+
+    def decorated(self, x):
+        """Call a decorated method."""
+        return self.without_grad(x)
+
+    @torch.no_grad()
+    def without_grad(self, x):
+        """Scale by an attribute."""
+        return x * self.lr
+
+    @jit
+    def step(self, x):
+        """Scale by an attribute, as a step of a trainer."""
+        return self.loss(x) * 1
+
+    def loss(self, x):
+        """Scale by an attribute of this object."""
+        return x * self.lr
+
+    @staticmethod
+    def plain(x):
+        """Scale by a global."""
+        return x * GLOBAL.lr
+
+    @classmethod
+    def of_class(cls, x):
+        """Scale by an attribute of the class."""
+        return x * cls.shared
+
+    def __call__(self, x):
+        """Scale by an attribute."""
+        return x * self.lr
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A configuration that is compared by its fields."""
+
+    lr: float = 1.0
+
+    def loss(self, x):
+        """Scale by a field and a global."""
+        return x * self.lr * GLOBAL.lr
+
+
+@dataclass(frozen=True)
+class Box:
+    """A dataclass around any object."""
+
+    value: object
+
+
+class Reads:
+    """A callable object."""
+
+    def __call__(self, x, cfg):
+        """Read an attribute of an argument."""
+        return x * cfg.lr
+
+
+class Takes(nn.Module):
+    """A module that takes an object."""
+
+    def forward(self, x, options):
+        """Scale by an attribute."""
+        return x * options.lr
+
+
+class Holder:
+    """An object with an object."""
+
+    def __init__(self, cfg):
+        self.cfg = cfg
+
+    def by_call(self, x):
+        """Call the object."""
+        return self.cfg(x)
+
+    def by_method(self, x):
+        """Call a method of the object."""
+        return self.cfg.loss(x)
+
+    def by_function(self, x):
+        """Hand the object on."""
+        return penalize(x, self.cfg)
+
+    def loss(self, x):
+        """Read an attribute of an attribute."""
+        return x * self.cfg.lr
+
+    def by_alias(self, x):
+        """Read an attribute of an object with another name."""
+        cfg = self.cfg
+        return x * cfg.lr
+
+    def by_closure(self, x):
+        """Read attributes in inner functions."""
+        cfg = self.cfg
+        scaled = [x * factor * self.cfg.lr for factor in (1.0,)]
+        return (lambda y: y * cfg.lr / self.cfg.lr)(scaled[0])
+
+
+class Scaled(nn.Module):
+    """A module with a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+        self.act = nn.Identity()
+        self.inner = nn.Dropout(1.0).eval()
+
+    def forward(self, x):
+        """Scale by the number."""
+        return self.inner(self.act(x)) * self.scale
+
+    def loss(self, x):
+        """Call a module in this one."""
+        return self.inner(x) * self.scale
+
+
+class Global(nn.Module):
+    """A module that reads a global."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        """Scale by a global."""
+        return self.helper(x) * self.w
+
+    def helper(self, x):
+        """Scale by a global."""
+        return x * GLOBAL.lr
+
+
+class Mode(enum.Enum):
+    """A choice."""
+
+    A = 1
+
+
+GLOBAL = Config()
+
+
+def by_global(x):
+    """Scale by a global object."""
+    return x * GLOBAL.lr
+
+
+LOSSES = {"scaled": by_global, "other": [torch.relu]}
+PARAMS = TensorDict({"w": torch.ones(1)})
+
+
+def set_lr(owner, value):
+    """Assign the rate of an object."""
+    owner.lr = value
+
+
+def set_on(owner, name="lr"):
+    """What assigns an attribute."""
+    return lambda value: setattr(owner, name, value)
+
+
+def set_global(value):
+    """Assign an attribute of a global object."""
+    GLOBAL.lr = value
+
+
+def read_rate(cfg):
+    """Return a number without any operation of torch."""
+    return cfg.lr * 1
+
+
+def penalize(x, config):
+    """Read an attribute of an argument, and of one that goes on to another function."""
+    return x * read_rate(config)
+
+
+def total(x, options):
+    """A loss with options."""
+    return penalize(x, options).sum()
+
+
+@functools.cache
+def scale_by(factor):
+    """The function that scales by a factor."""
+    return lambda x: x * factor
+
+
+def of_slot(slotted):
+    """A place that is a slot."""
+    return lambda x: x * slotted.lr, (X,), set_on(slotted)
+
+
+def of_forward(module, cfg):
+    """A place that is an attribute of an argument of a forward."""
+    return lambda x: module(x, cfg), (X,), set_on(cfg)
+
+
+# Each returns a function to jit, its arguments, and a function that assigns the value that it reads.
+OBJECTS = {
+    "object in a closure": lambda cfg: (lambda x: x * cfg.lr, (X,), set_on(cfg)),
+    "object in a global": lambda cfg: (by_global, (X,), set_global),
+    "slot": lambda cfg: of_slot(Slotted()),
+    "dict in an object": lambda cfg: (lambda x: x * cfg.table["lr"], (X,), lambda value: cfg.table.update(lr=value)),
+    "property": lambda cfg: (lambda x: x * cfg.rate, (X,), set_on(cfg)),
+    "cached property": lambda cfg: (lambda x: cfg.act(x) * cfg.lr, (X,), set_on(cfg)),
+    "attribute of its class": lambda cfg: (lambda x: x * cfg.shared, (X,), set_on(Config, "shared")),
+    "attribute that hides its class": lambda cfg: (lambda x: x * cfg.shared, (X,), set_on(cfg, "shared")),
+    "class as namespace": lambda cfg: (lambda x: x * Config.shared, (X,), set_on(Config, "shared")),
+    "module of constants": lambda cfg: (lambda x: x * settings.LR, (X,), set_on(settings, "LR")),
+    "function of a module": lambda cfg: (lambda x: settings.scale(x), (X,), set_on(settings, "LR")),
+}
+METHODS = {
+    "method": lambda cfg: (lambda x: cfg.loss(x), (X,), set_on(cfg)),
+    "method that calls super": lambda cfg: (lambda x: cfg.scaled(x), (X,), set_on(cfg)),
+    "decorated method": lambda cfg: (lambda x: cfg.decorated(x), (X,), set_on(cfg)),
+    "jitted method": lambda cfg: (lambda x: cfg.step(x), (X,), set_on(cfg)),
+    "static method": lambda cfg: (lambda x: cfg.plain(x), (X,), set_global),
+    "class method": lambda cfg: (lambda x: cfg.of_class(x), (X,), set_on(Config, "shared")),
+    "callable object": lambda cfg: (lambda x: cfg(x), (X,), set_on(cfg)),
+    "callable object that is jitted": lambda cfg: (cfg, (X,), set_on(cfg)),
+    "bound method": lambda cfg: (cfg.loss, (X,), set_on(cfg)),
+    "method that hides its class": lambda cfg: (
+        lambda x: cfg.loss(x), (X,), lambda value: setattr(cfg, "loss", scale_by(value))),
+    "attribute of an attribute": lambda cfg: (Holder(cfg).loss, (X,), set_on(cfg)),
+    "alias": lambda cfg: (Holder(cfg).by_alias, (X,), set_on(cfg)),
+    "inner functions": lambda cfg: (Holder(cfg).by_closure, (X,), set_on(cfg)),
+    "vmap and grad": lambda cfg: (torch.vmap(torch.func.grad(Holder(cfg).loss)), (X,), set_on(cfg)),
+    "function in a dict": lambda cfg: (lambda x: LOSSES["scaled"](x), (X,), set_global),
+    "method in a list": lambda cfg: ((lambda fns: lambda x: fns[0](x))([cfg.loss]), (X,), set_on(cfg)),
+    "method in a partial": lambda cfg: (functools.partial(lambda fn, x: fn(x), cfg.loss), (X,), set_on(cfg)),
+}  # fmt: skip
+
+
+def of_module(fn, module, name="scale", args=(X,)):
+    """A place that is a number of a module."""
+    return fn, args, set_on(module, name)
+
+
+def make_apply():
+    """A pure function whose forward reads a global, with its parameters."""
+    apply, params, _ = tdf.functional(Global())
+    return apply, params.detach()
+
+
+def make_call(apply, params):
+    """A place behind a pure function."""
+    return lambda p, x: apply(p, x), (params, X), set_global
+
+
+MODULES = {
+    "number of a module": lambda m: of_module(lambda x: m(x), m),
+    "number of a module in a module": lambda m: of_module((lambda s: lambda x: s(x))(nn.Sequential(m)), m),
+    "number of the module that is jitted": lambda m: of_module(m, m),
+    "module in an object": lambda m: of_module(Holder(m).by_call, m),
+    "method of a module in an object": lambda m: of_module(Holder(m).by_method, m),
+    "module that is an argument": lambda m: of_module(lambda x, m: m(x), m, args=(X, m)),
+    "global of a forward": lambda m: make_call(*make_apply()),
+    "global of a forward in an ensemble": lambda m: make_call(
+        tdf.Ensemble(make_apply()[0]), tdf.stack([make_apply()[1]] * 2)),
+}  # fmt: skip
+ARGUMENTS = {
+    "argument": lambda cfg: (lambda x, c: x * c.lr, (X, cfg), set_on(cfg)),
+    "argument with a method": lambda cfg: (lambda x, h: h.loss(x), (X, Holder(cfg)), set_on(cfg)),
+    "argument of a method": lambda cfg: (Holder.by_closure, (Holder(cfg), X), set_on(cfg)),
+    "self of a jitted method": lambda cfg: (Config.step, (cfg, X), set_on(cfg)),
+    "argument of a partial": lambda cfg: (functools.partial(lambda y, x, c: x * c.lr, 0), (X, cfg), set_on(cfg)),
+    "argument of a callable object": lambda cfg: (Reads(), (X, cfg), set_on(cfg)),
+    "argument handed on": lambda cfg: (lambda x, c: penalize(x, c), (X, cfg), set_on(cfg)),
+    "closure handed on": lambda cfg: (lambda x: penalize(x, cfg), (X,), set_on(cfg)),
+    "closure handed on to grad": lambda cfg: (lambda x: torch.func.grad(total)(x, cfg), (X,), set_on(cfg)),
+    "attribute handed on": lambda cfg: (Holder(cfg).by_function, (X,), set_on(cfg)),
+    "object handed on to a forward": lambda cfg: of_forward(Takes(), cfg),
+    "function": lambda cfg: (lambda x, fn: fn(x), (X, by_global), set_global),
+    "bound method": lambda cfg: (lambda x, fn: fn(x), (X, cfg.loss), set_on(cfg)),
+    "class": lambda cfg: (lambda x, c: x * c.shared, (X, Config), set_on(Config, "shared")),
+    "object in a dataclass": lambda cfg: (lambda x, c: x * c.value.lr, (X, Box(cfg)), set_on(cfg)),
+    "method of a dataclass": lambda cfg: (lambda x, c: c.loss(x), (X, Frozen()), set_global),
+}  # fmt: skip
+PLACES = {name: (make, Scaled) for name, make in MODULES.items()}
+PLACES |= {name: (make, Config) for name, make in {**OBJECTS, **METHODS, **ARGUMENTS}.items()}
+
+
+@pytest.fixture(params=PLACES)
+def place(request):
+    """A function to jit, its arguments, and what assigns the value that it reads."""
+    make, kind = PLACES[request.param]
+    yield make(kind())
+    GLOBAL.lr = Config.shared = settings.LR = 1.0
+
+
+def test_an_attribute_that_changes(place):
+    """A call gives the result of the function with the present values."""
+    fn, args, assign = place
+    step = jit(fn)
+    step(*args)
+    assign(3.0)
+
+    found = step(*args)
+    assert torch.equal(found, fn(*args))
+    assert found.flatten()[0] == 3
+
+
+def test_an_attribute_that_stays(place):
+    """Calls with equal values, also with those of an earlier call, make no new record."""
+    fn, args, assign = place
+    step = jit(fn)
+    for value in (1.0, 1.0, 3.0, 3.0, 1.0, 3.0):
+        assign(value)
+        step(*args)
+
+    assert step.cache_info().misses == 2
