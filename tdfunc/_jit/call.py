@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from tdfunc._jit.code import compile_graph
 from tdfunc._jit.cudagraphs import CudaGraphs
-from tdfunc._jit.environment import Environment, Snapshot, join_tokens
+from tdfunc._jit.environment import Environment, Snapshot
 from tdfunc._jit.graph import clean, draws
 from tdfunc._jit.memory import tensors_of
 from tdfunc._jit.pool import Pool
@@ -217,8 +217,8 @@ class Jitted(Generic[P, R]):
             describe(self._contexts, value, given, name)
         given.parts.append(aliases(given.leaves))
         token = self._environment.snapshot().token
-        if given.objects:
-            token = join_tokens([one.snapshot() for one in self._environments(given)])
+        for where, value in given.objects:
+            token += self._environment.of_argument(where, value).snapshot().token
         return (given.parts, len(args), token, modes()), given
 
     def _environments(self, given: Arguments) -> list[Environment]:
@@ -245,12 +245,12 @@ class Jitted(Generic[P, R]):
                 self._misses += 1
                 after = [one.settle(was) for one, was in zip(environments, before, strict=True)]
                 self._warn_of_numbers(args, kwargs, after)
-                key = (*key[:2], join_tokens(after), key[3])
+                key = (*key[:2], _join_tokens(after), key[3])
                 self._keep((tuple(key[0]), *key[1:], tensors), program)
             else:
                 self._plain += 1
                 if self._plain == 1:
-                    self._warn_of_shapes(args, kwargs, tensors)
+                    self._warn_of_shapes(args, kwargs, tensors, self._name_varying(given))
                 return None
             self._last = (key, make_guard(given.leaves), program)
         return program
@@ -280,17 +280,28 @@ class Jitted(Generic[P, R]):
         most = self._cache_size + max(1, self._cache_size // 8)
         return self._misses < most + (self._hits + self._plain) // _CALLS_FOR_A_RECORD
 
-    def _warn_of_shapes(self, args: Any, kwargs: Any, tensors: tuple[Any, ...]) -> None:
-        """Warn that calls are not recorded any more, and name the dimensions whose sizes vary."""
+    def _name_varying(self, given: Arguments) -> list[str]:
+        """Return a sentence for each value from outside that differs between the records and the present call."""
+        parts = _named_parts([one.snapshot() for one in self._environments(given)])
+        # A key ends in the token, the modes and the layouts.
+        tokens = [key[-3] for key in self._programs if len(key[-3]) == len(parts)]
+        varying = [name for i, (name, _, part) in enumerate(parts) if any([token[i] != part for token in tokens])]
+        return [f"the value of {name} varies" for name in dict.fromkeys(varying)]
+
+    def _warn_of_shapes(self, args: Any, kwargs: Any, tensors: tuple[Any, ...], outside: list[str]) -> None:
+        """Warn that calls are not recorded any more, and name the dimensions and values that vary."""
         names = [name for name, _ in named_leaves(args, kwargs, torch.Tensor)]
         kept = [key[-1] for key in self._programs if len(key[-1]) == len(tensors)]
         found = describe_sizes(names, [*kept, tensors])
         hint = f"make records for more kinds of calls: jit(fn, cache_size={2 * self._cache_size})."
+        if outside:
+            hint = f"pass values that vary as arguments that are tensors; or {hint}"
         if found:
             hint = (
                 "pad these dimensions to a few sizes, or use batch sizes that divide the data (drop_last=True of a "
                 f"DataLoader); or {hint}"
             )
+        found += outside
         if len(found) > _MAX_NAMED:
             found[_MAX_NAMED:] = [f"and {len(found) - _MAX_NAMED} more"]
         shown = "; ".join(found) or "Python values, structures or layouts of its arguments vary"
@@ -299,12 +310,18 @@ class Jitted(Generic[P, R]):
 
     def _warn_of_numbers(self, args: Any, kwargs: Any, outside: list[Snapshot]) -> None:
         for name, number in named_leaves(args, kwargs, int, float):
-            values = self._numbers.setdefault(name, set())
-            if len(values) == _MANY_VALUES - 1 and number not in values:
-                message = f"{self}: {name} is a number that has had {_MANY_VALUES} values, and each is recorded anew."
-                hint = f"pass a tensor, which is recorded once: torch.tensor({number!r})."
-                warnings.warn(explain(message, hint=hint), stacklevel=4)
-            values.add(number)
+            self._count_number(name, number, "pass a tensor, which is recorded once")
+        for name, value, _ in _named_parts(outside):
+            if isinstance(value, (int, float)):
+                self._count_number(name, value, "pass it as an argument that is a tensor, which is recorded once")
+
+    def _count_number(self, name: str, number: float, cure: str) -> None:
+        """Note a number of a new record, and warn once if it has had many values."""
+        values = self._numbers.setdefault(name, set())
+        if len(values) == _MANY_VALUES - 1 and number not in values:
+            message = f"{self}: {name} is a number that has had {_MANY_VALUES} values, and each is recorded anew."
+            warnings.warn(explain(message, hint=f"{cure}: torch.tensor({number!r})."), stacklevel=5)
+        values.add(number)
 
     def _warn_of_reads(self, tree: ReadTree, program: _Program) -> None:
         if tree.added != _MANY_VALUES + 1:
@@ -364,6 +381,15 @@ class Jitted(Generic[P, R]):
         return _Program(
             run, recorded.build, recorded.trained, graph, constants, captured, activation_bytes, recorded.reads
         )
+
+
+def _named_parts(snapshots: list[Snapshot]) -> list[tuple[str, Any, Any]]:
+    """Return (quoted name, value, part of the token) of the values from outside."""
+    return [(repr(name), value, part) for one in snapshots for name, value, part in one.named_parts()]
+
+
+def _join_tokens(snapshots: list[Snapshot]) -> tuple[Any, ...]:
+    return tuple([part for one in snapshots for part in one.token])
 
 
 def _check_leaves(args: Any, kwargs: Any) -> None:

@@ -3,10 +3,9 @@
 import functools
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from decimal import Decimal
-from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -148,6 +147,9 @@ class Environment:
 
     def of_argument(self, where: str, value: Any) -> "Environment":
         """Return the values that the functions read from an object that is an argument."""
+        known = self._arguments.get((where, id(value)))
+        if known is not None:
+            return known[1]
         by_value = _is_in_key(value)
         kept = value
         if by_value:
@@ -192,6 +194,8 @@ class Environment:
         last = self._last
         if last is None:
             self._last = last = self._take()
+            return last
+        if not last.readers:
             return last
         values = [reader.read() for reader in last.readers]
         same = all(map(is_, values, last.values))
@@ -240,8 +244,3 @@ def _is_in_key(value: Any) -> bool:
 
 def _place(reader: Reader) -> tuple[Same, str]:
     return Same(reader.owner), reader.key
-
-
-def join_tokens(snapshots: Iterable[Snapshot]) -> tuple[Any, ...]:
-    """Return the token of several environments."""
-    return tuple(chain.from_iterable([one.token for one in snapshots]))

@@ -2,15 +2,19 @@
 
 import enum
 import functools
+import types
 from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import tdfunc as tdf
 from tdfunc import TensorDict
 from tdfunc._jit import jit
+from tdfunc._jit.attributes import Chain, chains_of
 from tests.jit import settings
 
 X = torch.ones(1)
@@ -246,7 +250,7 @@ def scale_by(factor):
 
 
 def of_slot(slotted):
-    """A place that is a slot."""
+    """A place that is a slot, or an attribute of any object."""
     return lambda x: x * slotted.lr, (X,), set_on(slotted)
 
 
@@ -265,6 +269,7 @@ OBJECTS = {
     "cached property": lambda cfg: (lambda x: cfg.act(x) * cfg.lr, (X,), set_on(cfg)),
     "attribute of its class": lambda cfg: (lambda x: x * cfg.shared, (X,), set_on(Config, "shared")),
     "attribute that hides its class": lambda cfg: (lambda x: x * cfg.shared, (X,), set_on(cfg, "shared")),
+    "namespace": lambda cfg: of_slot(types.SimpleNamespace(lr=1.0)),
     "class as namespace": lambda cfg: (lambda x: x * Config.shared, (X,), set_on(Config, "shared")),
     "module of constants": lambda cfg: (lambda x: x * settings.LR, (X,), set_on(settings, "LR")),
     "function of a module": lambda cfg: (lambda x: settings.scale(x), (X,), set_on(settings, "LR")),
@@ -369,3 +374,159 @@ def test_an_attribute_that_stays(place):
         step(*args)
 
     assert step.cache_info().misses == 2
+
+
+def read_nested(x):
+    """Read attributes of objects in an object, whichever they are."""
+    return x * TREE.left.lr + TREE.right.loss(x) * TREE.right.rate + TREE.shared
+
+
+TREE = types.SimpleNamespace(left=Config(), right=Config(), shared=1.0)
+NUMBERS = st.sampled_from([0.5, 1.0, 2.0])
+CHANGES = st.one_of(
+    st.tuples(st.sampled_from(["left.lr", "right.lr", "shared"]), NUMBERS),
+    st.tuples(st.sampled_from(["left", "right"]), NUMBERS.map(Config)),
+    st.tuples(st.sampled_from(["left.loss", "right.loss"]), NUMBERS.map(scale_by)),
+)
+
+
+@given(st.lists(CHANGES, min_size=1, max_size=6))
+def test_a_jitted_function_equals_the_function(changes):
+    """After any change of objects in objects, of their numbers and of their methods, the results are the same."""
+    step = jit(read_nested)
+    for path, value in changes:
+        *parents, name = path.split(".")
+        setattr(functools.reduce(getattr, parents, TREE), name, value)
+
+        assert torch.equal(step(X * 3), read_nested(X * 3))
+
+
+@dataclass
+class Counts:
+    """An object that its own methods change."""
+
+    count: int = 0
+    cache: object = None
+
+    def add(self, x):
+        """Count the calls."""
+        self.count += 1
+        return x * self.count
+
+    def keep(self, x):
+        """Make a value at the first call."""
+        if self.cache is None:
+            self.cache = Config()
+        return x * self.cache.lr
+
+
+@pytest.mark.parametrize("name", ["add", "keep"])
+def test_what_the_function_changes_itself(name):
+    """An attribute that the recorded code assigns is read once."""
+    step = jit(getattr(Counts(), name))
+    results = [step(X).item() for _ in range(3)]
+
+    assert results == [1, 1, 1]
+    assert step.cache_info().misses == 1
+
+
+def test_an_attribute_that_no_code_reads():
+    """The attributes that the function does not read may change."""
+    cfg = Config()
+    step = jit(lambda x: x * cfg.lr)
+    for value in range(3):
+        cfg.other = value
+        step(X)
+
+    assert step.cache_info().misses == 1
+
+
+def test_an_object_in_the_place_of_an_equal_one():
+    """Where only attributes of an object are read, another object with the same values makes no record."""
+    holder = Holder(Config())
+    step = jit(holder.loss)
+    for _ in range(3):
+        holder.cfg = Config()
+        step(X)
+
+    assert step.cache_info().misses == 1
+
+
+class Computed:
+    """An object whose attributes are computed."""
+
+    def __init__(self):
+        self.values = {"lr": 1.0}
+
+    def __getattr__(self, name):
+        return self.values[name]
+
+
+# Each returns a function whose value changes, and what assigns it.
+NOT_FOLLOWED = {
+    "attribute by a text": lambda cfg: (lambda x: x * getattr(cfg, "lr"), set_on(cfg)),  # noqa: B009
+    "attribute that is computed": lambda cfg: (
+        lambda one: (lambda x: x * one.lr, lambda value: one.values.update(lr=value))
+    )(Computed()),
+    "attribute of an item": lambda cfg: ((lambda items: lambda x: x * items[0].lr)([cfg]), set_on(cfg)),
+    "attribute of a result": lambda cfg: ((lambda get: lambda x: x * get().lr)(lambda: cfg), set_on(cfg)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FOLLOWED)
+def test_attributes_that_are_read_once(name):
+    """Values that the code does not read by names, one after the other, stay those of the first call."""
+    fn, assign = NOT_FOLLOWED[name](Slotted())
+    step = jit(fn)
+    step(X)
+    assign(3.0)
+
+    assert step(X).item() == 1
+
+
+def of_self(*attributes):
+    """The chain of a parameter."""
+    return Chain("parameter", "self", attributes)
+
+
+CHAINS = [
+    (lambda self: self.cfg.lr + self.lr, {of_self("cfg", "lr"), of_self("lr")}),
+    (lambda x: X.shape[0], {Chain("global", "X", ("shape",))}),
+    (lambda self: [self.lr for _ in range(2)], {of_self("lr"), Chain("global", "range")}),
+    (lambda x: (lambda: x.a.b), {Chain("parameter", "x", ("a", "b"))}),
+    (lambda x: x, {Chain("parameter", "x")}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fn", "chains"), CHAINS)
+def test_chains(fn, chains):
+    """The chains of code are the variables that it reads, each with the attributes that it reads of it."""
+    assert chains <= set(chains_of(fn.__code__))
+
+
+def test_numbers_from_outside_are_named():
+    """The eighth value of an attribute warns once, with its name and the cure."""
+    cfg = Config()
+    step = jit(lambda x: x * cfg.lr)
+    for value in range(7):
+        cfg.lr = value
+        step(X)
+    cfg.lr = 7
+
+    with pytest.warns(UserWarning, match=r"(?s)'cfg\.lr' is a number that has had 8 values.*argument.*tensor\(7\)"):
+        step(X)
+    cfg.lr = 8
+    step(X)
+
+
+def test_values_from_outside_that_fill_the_cache_are_named():
+    """Where records end because a value from outside varies, the message has its name."""
+    cfg = Config()
+    step = jit(lambda x: x * cfg.lr, cache_size=2)
+    for value in range(3):
+        cfg.lr = value
+        step(X)
+    cfg.lr = 3
+
+    with pytest.warns(UserWarning, match=r"(?s)got: *the value of 'cfg\.lr' varies.*arguments that are tensors"):
+        step(X)
