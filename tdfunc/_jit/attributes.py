@@ -163,11 +163,18 @@ def has_attributes(kind: type) -> bool:
 
 def is_library(name: str) -> bool:
     """Return whether a module belongs to one of the libraries below tdfunc, or to Python's."""
-    package = name.partition(".")[0]
+    package = str(name).partition(".")[0]
     return package in LIBRARIES or package in sys.stdlib_module_names
 
 
 # Any: an object of any type, here and below.
+def held_by(owner: Any) -> dict[str, Any]:
+    """Return the attributes in an object's dict, without running code of its class."""
+    if not type(owner).__dictoffset__:
+        return {}
+    return object.__getattribute__(owner, "__dict__")
+
+
 def find_link(owner: Any, name: str) -> Link | None:
     """Return an attribute of an object, class or module; None if code, or a library, decides about its value."""
     kind = type(owner)
@@ -199,9 +206,7 @@ def _link_of_class(owner: type, name: str) -> Link | None:
 
 def _link_of_object(owner: Any, name: str) -> Link | None:
     kind = type(owner)
-    held: Any = {}
-    if kind.__dictoffset__:
-        held = owner.__dict__
+    held = held_by(owner)
     stored = inspect.getattr_static(owner, name, MISSING)
     if stored is MISSING:
         return _link_of_missing(owner, name)
@@ -211,7 +216,7 @@ def _link_of_object(owner: Any, name: str) -> Link | None:
         read = functools.partial(getattr, owner, name, MISSING)
         return Link(read(), own=read)
     value = _bind(stored, owner)
-    if value is MISSING or is_library(kind.__module__) or is_library(getattr(stored, "__module__", None) or ""):
+    if value is MISSING or is_library(kind.__module__) or _is_of_library(stored):
         return None
     own = None
     if kind.__dictoffset__:
@@ -232,14 +237,19 @@ def _own_reader(owner: Any, name: str) -> Callable[[], Any]:
 
 def _link_of_missing(owner: Any, name: str) -> Link | None:
     if isinstance(owner, nn.Module):
-        for held in (owner._modules, owner._parameters, owner._buffers):
-            if name in held:
-                return Link(held[name], own=functools.partial(held.get, name, MISSING))
-        return None
+        # Tensors count with the module, or are arguments.
+        if name not in owner._modules:
+            return None
+        return Link(owner._modules[name], own=functools.partial(owner._modules.get, name, MISSING))
     if hasattr(type(owner), "__getattr__") or is_library(type(owner).__module__):
         return None
     # It may be assigned later.
     return Link(MISSING, own=functools.partial(getattr, owner, name, MISSING))
+
+
+def _is_of_library(stored: Any) -> bool:
+    """Return whether a class attribute is a function of a library's class."""
+    return isinstance(stored, types.FunctionType) and is_library(stored.__module__)
 
 
 def _read_stored(cls: type, name: str) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tdfunc._jit.attributes import Bound, has_attributes
-from tdfunc._jit.readers import Reader, find_parameter, find_readers
+from tdfunc._jit.readers import Reader, find_parameters, find_readers
 from tdfunc.core.errors import ConcurrencyError, UnsupportedError, brief
 
 _ATOMS = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -158,9 +158,7 @@ class Environment:
         if known is not None:
             return known[1]
         roots: list[Any] = []
-        parameter = find_parameter(self._functions[0], where)
-        if parameter is not None:
-            function, name = parameter
+        for function, name in find_parameters(self._functions, where):
             roots.append(Bound(function, value, is_private=by_value, parameter=name, only_attributes=True))
         if not by_value:
             roots.append([value])

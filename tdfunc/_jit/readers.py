@@ -18,6 +18,7 @@ from tdfunc._jit.attributes import (
     find_link,
     find_super,
     has_attributes,
+    held_by,
     is_library,
     parameters_of,
 )
@@ -60,21 +61,25 @@ def find_readers(roots: Iterable[Any]) -> list[Reader]:
     return _Walk(list(roots)).run()
 
 
-# Any: a function, or what holds one.
-def find_parameter(fn: Any, place: str) -> tuple[types.FunctionType, str] | None:
-    """Return the code that an argument is given to, and its name there; `place` is a name or the text of a number."""
-    function, shift = _unwrap(fn)
+# Any: functions, or what holds some.
+def find_parameters(functions: Iterable[Any], place: str) -> list[tuple[types.FunctionType, str]]:
+    """Return the code that an argument of the first function is given to, with its name there.
+
+    Args:
+        functions: The function, and others that it calls.
+        place: The name of the argument, or the text of its number. An object inside of another argument may be each
+            parameter of each function.
+    """
+    first, *others = functions
+    function, shift = _unwrap(first)
     if function is None:
-        return None
+        return _parameters_in(others)
     code = function.__code__
-    if not place.isdecimal():
-        if place in parameters_of(code):
-            return function, place
-        return None
-    position = int(place) + shift
-    if position < code.co_argcount:
-        return function, code.co_varnames[position]
-    return None
+    if place.isdecimal():
+        names = code.co_varnames[: code.co_argcount][int(place) + shift :][:1]
+    else:
+        names = [name for name in parameters_of(code) if name == place]
+    return [(function, name) for name in names] or _parameters_in([first, *others])
 
 
 def _unwrap(fn: Any) -> tuple[types.FunctionType | None, int]:
@@ -83,7 +88,7 @@ def _unwrap(fn: Any) -> tuple[types.FunctionType | None, int]:
     wrapped = fn
     while wrapped is not None:
         fn = wrapped
-        wrapped = getattr(fn, "__dict__", {}).get("__wrapped__")
+        wrapped = held_by(fn).get("__wrapped__")
         if isinstance(fn, functools.partial):
             shift += len(fn.args)
             wrapped = fn.func
@@ -177,7 +182,7 @@ class _Walk:
         kind = type(value)
         if id(value) in self._roots:
             self._add(Reader("self", value, lambda: value))
-        held = getattr(value, "__dict__", {})
+        held = held_by(value)
         if "__wrapped__" in held:
             self._todo.append(held["__wrapped__"])
         elif isinstance(value, nn.Module):
@@ -197,7 +202,7 @@ class _Walk:
         function = bound.function
         if not self._is_new(function, bound.owner, bound.parameter):
             return
-        wrapped = getattr(function, "__dict__", {}).get("__wrapped__")
+        wrapped = held_by(function).get("__wrapped__")
         if wrapped is not None:
             self._todo.append(bound._replace(function=wrapped))
         if isinstance(function, types.FunctionType):
@@ -342,9 +347,10 @@ def _is_plain_object(value: Any) -> bool:
     return has_attributes(type(value)) and not is_library(type(value).__module__)
 
 
-def _parameters_in(values: list[Any]) -> set[tuple[types.FunctionType, str]]:
+def _parameters_in(values: list[Any]) -> list[tuple[types.FunctionType, str]]:
     """Return the functions that values are or hold, each with the name of a parameter that a call may fill."""
-    found: set[tuple[types.FunctionType, str]] = set()
+    # In their order, which is the order of a token.
+    found: dict[tuple[types.FunctionType, str], None] = {}
     for value in values:
         held = [value]
         if isinstance(value, dict):
@@ -356,8 +362,9 @@ def _parameters_in(values: list[Any]) -> set[tuple[types.FunctionType, str]]:
             if function is not None:
                 # The tree of a pure function is in the place of the module.
                 first = max(first, int(isinstance(one, Apply)))
-                found.update([(function, name) for name in parameters_of(function.__code__)[first:]])
-    return found
+                names = parameters_of(function.__code__)[first:]
+                found.update(dict.fromkeys([(function, name) for name in names]))
+    return list(found)
 
 
 def _read_variable(function: types.FunctionType, chain: Chain) -> Any:

@@ -122,9 +122,13 @@ class Reads:
 class Takes(nn.Module):
     """A module that takes an object."""
 
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1), requires_grad=False)
+
     def forward(self, x, options):
         """Scale by an attribute."""
-        return x * options.lr
+        return x * options.lr * self.w.size(0)
 
 
 class Holder:
@@ -259,6 +263,13 @@ def of_forward(module, cfg):
     return lambda x: module(x, cfg), (X,), set_on(cfg)
 
 
+def of_ensemble(module, cfg):
+    """A place that is an attribute of an argument of an ensemble's forward."""
+    ensemble = tdf.Ensemble(tdf.functional(module)[0])
+    stacked = tdf.stack_modules([module, module])
+    return lambda p, x, c: ensemble(p, x, c), (stacked.detach(), X, cfg), set_on(cfg)
+
+
 # Each returns a function to jit, its arguments, and a function that assigns the value that it reads.
 OBJECTS = {
     "object in a closure": lambda cfg: (lambda x: x * cfg.lr, (X,), set_on(cfg)),
@@ -335,6 +346,7 @@ ARGUMENTS = {
     "closure handed on to grad": lambda cfg: (lambda x: torch.func.grad(total)(x, cfg), (X,), set_on(cfg)),
     "attribute handed on": lambda cfg: (Holder(cfg).by_function, (X,), set_on(cfg)),
     "object handed on to a forward": lambda cfg: of_forward(Takes(), cfg),
+    "argument of an ensemble's forward": lambda cfg: of_ensemble(Takes(), cfg),
     "function": lambda cfg: (lambda x, fn: fn(x), (X, by_global), set_global),
     "bound method": lambda cfg: (lambda x, fn: fn(x), (X, cfg.loss), set_on(cfg)),
     "class": lambda cfg: (lambda x, c: x * c.shared, (X, Config), set_on(Config, "shared")),
