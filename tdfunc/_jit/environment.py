@@ -187,12 +187,16 @@ class Environment:
         whole = [i for i, reader in enumerate(readers) if reader.counted == "contents"]
         return Snapshot(readers, values, token, [i for i in whole if can_change(values[i])])
 
-    def snapshot(self) -> Snapshot:
-        """Return the present values; its `token` is hashable and differs when one of them does."""
+    def _known(self) -> Snapshot:
+        """Return the values that were read last, or now at the first call."""
         last = self._last
         if last is None:
             self._last = last = self._take()
-            return last
+        return last
+
+    def snapshot(self) -> Snapshot:
+        """Return the present values; its `token` is hashable and differs when one of them does."""
+        last = self._known()
         if not last.readers:
             return last
         values = [reader.read() for reader in last.readers]
@@ -229,7 +233,7 @@ class Environment:
 
     def named_values(self) -> Iterator[tuple[str, Any]]:
         """Yield (how the code spells it, value) of the variables."""
-        variables = [reader for reader in find_readers(self._functions) if not reader.is_attribute]
+        variables = [reader for reader in self._known().readers if not reader.is_attribute]
         return ((reader.name, reader.read()) for reader in variables)
 
 

@@ -196,7 +196,9 @@ class _Walk:
     def _visit_modules(self, module: nn.Module, *, is_private: bool) -> None:
         """Follow the forward of a module and of all modules in it."""
         for one in module.modules():
-            self._todo.append(Bound(type(one).forward, one, is_private))
+            self._is_new(one)
+            if not is_library(type(one).__module__):
+                self._todo.append(Bound(type(one).forward, one, is_private))
 
     def _visit_bound(self, bound: Bound) -> None:
         function = bound.function
