@@ -75,8 +75,9 @@ def jit(
 
     - the structure, batch sizes, devices, names, kinds and key order of trees;
     - shapes, strides, dtypes, devices, `requires_grad` and identity of tensors, and other arguments;
-    - Python values in closure cells, defaults and globals that the code of the function reads, or the code of functions
-      of its package that it names, and the mode of modules among these;
+    - Python values that the code of the function reads: closure cells, defaults, globals, attributes (`cfg.lr`,
+      `self.cfg.lr`), and the mode of modules among these. The code of functions and methods of its package counts, and
+      the forward of modules;
     - grad mode, autocast, default dtype and device, deterministic algorithms;
     - values that the function reads (`if`, `.item()`, `.tolist()`), if they depend only on integers and booleans among
       the arguments, such as tokens and masks. Each call computes these values first, to find its record.
@@ -84,9 +85,9 @@ def jit(
     Libraries that call `torch.compiler.is_compiling()` get the answer yes while a record is made. Tensors in plain
     attributes of the module of a pure function (`tdf.functional`) are constants of the record.
 
-    State that the function reaches in another way (attributes of objects, containers and arrays of over 1000 items,
-    files, the clock), or changes itself, is read once, and its side effects happen once. Every replay draws torch's
-    random numbers anew.
+    State that the function reaches in another way (`getattr`, `__getattr__`, attributes of items and of results,
+    containers and arrays of over 1000 items, files, the clock), or changes itself, is read once, and its side effects
+    happen once. Every replay draws torch's random numbers anew.
 
     Gradients are taken inside the function: its results are not differentiable.
 
@@ -101,9 +102,8 @@ def jit(
             kinds, further ones run the function itself, with a warning that names the dimension that varies: pad it, or
             use batch sizes that divide the data.
         captures: The treatment of tensors that the function uses besides its arguments: `refused`, or kept as
-            `constants` of the record. If the variable or module of a constant holds another tensor, the function is
-            recorded anew. If a constant was written, the call raises. If an attribute of another object no longer
-            holds it, the constant stays.
+            `constants` of the record. If the variable, attribute or module of a constant holds another tensor, the function is
+            recorded anew. If a constant was written, the call raises.
         keep_bytes: The most bytes of large blocks (16 MB and more, on the CPU) that are kept for the next calls, or 0
             for none. By default they are what the results of two calls and all intermediate results take, in the
             record that takes most. A block is used again when nothing else refers to its memory, and `cache_clear()`
