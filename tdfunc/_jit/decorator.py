@@ -102,8 +102,8 @@ def jit(
             kinds, further ones run the function itself, with a warning that names the dimension that varies: pad it, or
             use batch sizes that divide the data.
         captures: The treatment of tensors that the function uses besides its arguments: `refused`, or kept as
-            `constants` of the record. If the variable, attribute or module of a constant holds another tensor, the function is
-            recorded anew. If a constant was written, the call raises.
+            `constants` of the record. If the variable, attribute or module of a constant holds another tensor, the
+            function is recorded anew. If a constant was written, the call raises.
         keep_bytes: The most bytes of large blocks (16 MB and more, on the CPU) that are kept for the next calls, or 0
             for none. By default they are what the results of two calls and all intermediate results take, in the
             record that takes most. A block is used again when nothing else refers to its memory, and `cache_clear()`

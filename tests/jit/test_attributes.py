@@ -432,6 +432,16 @@ class Counts:
         return x * self.cache.lr
 
 
+def test_a_constant_in_an_attribute():
+    """Another tensor in an attribute is recorded anew."""
+    holder = Holder(torch.ones(1))
+    step = jit(lambda x: x * holder.cfg, captures="constants")
+    step(X)
+    holder.cfg = torch.full((1,), 3.0)
+
+    assert step(X).item() == 3
+
+
 @pytest.mark.parametrize("name", ["add", "keep"])
 def test_what_the_function_changes_itself(name):
     """An attribute that the recorded code assigns is read once."""
