@@ -243,7 +243,10 @@ class Jitted(Generic[P, R]):
                 before = [one.snapshot() for one in environments]
                 program = self._trace(args, kwargs, given)
                 self._misses += 1
-                after = [one.settle(was) for one, was in zip(environments, before, strict=True)]
+                settled = [one.settle(was) for one, was in zip(environments, before, strict=True)]
+                after = [one for one in settled if one is not None]
+                if len(after) < len(settled):
+                    return program
                 self._warn_of_numbers(args, kwargs, after)
                 key = (*key[:2], _join_tokens(after), key[3])
                 self._keep((tuple(key[0]), *key[1:], tensors), program)

@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from decimal import Decimal
@@ -24,6 +24,8 @@ _MAX_ITEMS = 1000
 _MAX_DEPTH = 8
 # Of the objects among the arguments whose attributes are read.
 _MAX_OBJECTS = 256
+# Of an attribute, during traces, until it counts as changed by the function.
+_MAX_CHANGES = 3
 
 
 class Same:
@@ -140,6 +142,8 @@ class Environment:
         self._functions = functions
         self._by_tensor = by_tensor
         self._ignored: set[tuple[Same, str]] = set()
+        # How often an attribute changed during a trace, not by code in sight.
+        self._changes: Counter[tuple[Same, str]] = Counter()
         # Taken at the first call: while an object is copied, its attributes are not there yet.
         self._last: Snapshot | None = None
         # By argument, and object or class of it; the objects are kept, so that ids stay.
@@ -207,29 +211,45 @@ class Environment:
         self._last = last = self._take()
         return last
 
-    def settle(self, before: Snapshot) -> Snapshot:
-        """Return the values after a trace, from then on without those that the function itself has changed."""
+    def settle(self, before: Snapshot) -> Snapshot | None:
+        """Return the values after a trace, from then on without those that the function itself has changed.
+
+        Return None where an attribute has changed that the code does not assign in sight: code of a library may have
+        done so, or another thread, which makes the record one of neither value.
+        """
         now = self._take()
         places = map(_place, before.readers)
         old = dict(zip(places, zip(before.values, before.token, strict=True), strict=True))
-        own = {_place(reader) for reader in now.readers if reader.own}
+        own = {_place(reader) for reader in (*before.readers, *now.readers) if reader.own}
         changed: set[tuple[Same, str]] = set()
+        is_whole = True
         for reader, value, part in zip(now.readers, now.values, now.token, strict=True):
             was, key = old.get(_place(reader), (value, part))
-            if key != part:
-                changed.add(_place(reader))
-                if was is not value and _place(reader) not in own:
-                    raise ConcurrencyError(
-                        f"jit: {reader.name!r} was assigned while the function was recorded, and not by its code.",
-                        expected="values of closures and globals that stay during the first call",
-                        got=f"{brief(was)}, then {brief(value)}",
-                        hint="call again; assign it in the thread that calls.",
-                    )
+            if key == part:
+                continue
+            place = _place(reader)
+            if was is value or place in own:
+                changed.add(place)
+            elif reader.is_attribute:
+                self._changes[place] += 1
+                is_whole = False
+                # Code that is not followed changes it each time.
+                if self._changes[place] == _MAX_CHANGES:
+                    changed.add(place)
+            else:
+                raise ConcurrencyError(
+                    f"jit: {reader.name!r} was assigned while the function was recorded, and not by its code.",
+                    expected="values of closures and globals that stay during the first call",
+                    got=f"{brief(was)}, then {brief(value)}",
+                    hint="call again; assign it in the thread that calls.",
+                )
         if changed:
             self._ignored |= changed
             now = self._take()
         self._last = now
-        return now
+        if is_whole:
+            return now
+        return None
 
     def named_values(self) -> Iterator[tuple[str, Any]]:
         """Yield (how the code spells it, value) of the variables."""

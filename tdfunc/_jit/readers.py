@@ -38,7 +38,7 @@ class Reader(NamedTuple):
     name: str
     owner: Any
     read: Callable[[], Any]
-    # True if the code assigns it.
+    # True if the code that was followed assigns it.
     own: bool = False
     is_attribute: bool = False
     # The part of the value that tells calls apart. Where the code only reads attributes of it, they do so instead.
@@ -126,6 +126,8 @@ class _Walk:
         self._seen: dict[tuple[int, ...], Any] = {}
         # The package whose functions are followed.
         self._package: str | None = None
+        # The names of the attributes that code assigns.
+        self._assigned: set[str] = set()
 
     def run(self) -> list[Reader]:
         while self._todo:
@@ -134,7 +136,10 @@ class _Walk:
                 self._visit_bound(value)
             elif self._is_new(value):
                 self._visit(value)
-        return list(self._readers.values())
+        return [
+            reader._replace(own=True) if reader.is_attribute and reader.key in self._assigned else reader
+            for reader in self._readers.values()
+        ]
 
     def _is_new(self, *objects: Any) -> bool:
         """Return whether the walk comes to these objects together for the first time."""
@@ -235,6 +240,7 @@ class _Walk:
         """Read the attributes that a function reads from variables, and follow their values."""
         if not self._is_followed(function):
             return
+        self._assigned |= _names(function.__code__, "STORE_ATTR", "DELETE_ATTR")
         for chain in chains_of(function.__code__):
             if chain.scope == "super":
                 if bound is not None:
@@ -303,10 +309,12 @@ class _Walk:
         return True
 
     def _add_link(self, name: str, owner: Any, link: Link, counted: Counted, is_private: bool) -> None:
+        # A cached property assigns itself.
+        own = isinstance(link.value, Bound)
         if link.own is not None and not is_private:
-            self._add(Reader(name, owner, link.own, own=True, is_attribute=True, counted=counted))
+            self._add(Reader(name, owner, link.own, own, is_attribute=True, counted=counted))
         if link.shared is not None:
-            self._add(Reader(name, type(owner), link.shared, own=True, is_attribute=True, counted=counted))
+            self._add(Reader(name, type(owner), link.shared, own, is_attribute=True, counted=counted))
 
     def _visit_later(self, value: Any, is_private: bool) -> None:
         if isinstance(value, Bound):

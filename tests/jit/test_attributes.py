@@ -452,6 +452,40 @@ def test_what_the_function_changes_itself(name):
     assert step.cache_info().misses == 1
 
 
+def test_an_attribute_that_changes_during_the_record():
+    """Where something else assigns it meanwhile, the record is of neither value, and is not kept."""
+    cfg = Config()
+    meanwhile = iter([2.0])
+
+    def scale(x):
+        y = x * cfg.lr
+        for lr in meanwhile:
+            vars(cfg).update(lr=lr)
+        return y
+
+    step = jit(scale)
+    results = [step(X).item() for _ in range(3)]
+    cfg.lr = 5.0
+
+    assert results == [1, 2, 2]
+    assert step(X).item() == 5
+
+
+def test_an_attribute_that_code_out_of_sight_changes():
+    """What changes in each of three records counts as changed by the function, and is read once."""
+    cfg = Config()
+
+    def scale(x):
+        vars(cfg).update(lr=cfg.lr + 1)
+        return x * cfg.lr
+
+    step = jit(scale)
+    for _ in range(6):
+        step(X)
+
+    assert step.cache_info().misses == 4
+
+
 def test_an_attribute_that_no_code_reads():
     """The attributes that the function does not read may change."""
     cfg = Config()
