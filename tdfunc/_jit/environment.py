@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from decimal import Decimal
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -120,6 +120,10 @@ def static_part(value: Any, where: str) -> Any:
     return frozen
 
 
+# An owner and a name.
+_Place: TypeAlias = tuple[Same, str]
+
+
 class Snapshot(NamedTuple):
     """The values at one moment; never changed, so that threads can share it."""
 
@@ -141,9 +145,9 @@ class Environment:
     def __init__(self, *functions: Any, by_tensor: bool = False) -> None:
         self._functions = functions
         self._by_tensor = by_tensor
-        self._ignored: set[tuple[Same, str]] = set()
+        self._ignored: set[_Place] = set()
         # How often an attribute changed during a trace, not by code in sight.
-        self._changes: Counter[tuple[Same, str]] = Counter()
+        self._changes: Counter[_Place] = Counter()
         # Taken at the first call: while an object is copied, its attributes are not there yet.
         self._last: Snapshot | None = None
         # By argument, and object or class of it; the objects are kept, so that ids stay.
@@ -218,43 +222,51 @@ class Environment:
         done so, or another thread, which makes the record one of neither value.
         """
         now = self._take()
-        places = map(_place, before.readers)
-        old = dict(zip(places, zip(before.values, before.token, strict=True), strict=True))
-        own = {_place(reader) for reader in (*before.readers, *now.readers) if reader.own}
-        changed: set[tuple[Same, str]] = set()
-        is_whole = True
-        for reader, value, part in zip(now.readers, now.values, now.token, strict=True):
-            was, key = old.get(_place(reader), (value, part))
-            if key == part:
-                continue
-            place = _place(reader)
-            if was is value or place in own:
-                changed.add(place)
-            elif reader.is_attribute:
-                self._changes[place] += 1
-                is_whole = False
-                # Code that is not followed changes it each time.
-                if self._changes[place] == _MAX_CHANGES:
-                    changed.add(place)
-            else:
-                raise ConcurrencyError(
-                    f"jit: {reader.name!r} was assigned while the function was recorded, and not by its code.",
-                    expected="values of closures and globals that stay during the first call",
-                    got=f"{brief(was)}, then {brief(value)}",
-                    hint="call again; assign it in the thread that calls.",
-                )
+        changed, foreign = _find_changes(before, now)
+        self._changes.update(foreign)
+        # Code that is not followed changes these each time.
+        changed += [place for place in foreign if self._changes[place] >= _MAX_CHANGES]
         if changed:
-            self._ignored |= changed
+            self._ignored.update(changed)
             now = self._take()
         self._last = now
-        if is_whole:
-            return now
-        return None
+        if foreign:
+            return None
+        return now
 
     def named_values(self) -> Iterator[tuple[str, Any]]:
         """Yield (how the code spells it, value) of the variables."""
         variables = [reader for reader in self._known().readers if not reader.is_attribute]
         return ((reader.name, reader.read()) for reader in variables)
+
+
+def _find_changes(before: Snapshot, now: Snapshot) -> tuple[list[_Place], list[_Place]]:
+    """Return the places that the recorded code has changed during a trace, and the attributes that something else has.
+
+    Raises:
+        ConcurrencyError: A variable was assigned, and not by the code.
+    """
+    old = dict(zip(map(_place, before.readers), zip(before.values, before.token, strict=True), strict=True))
+    own = {_place(reader) for reader in (*before.readers, *now.readers) if reader.own}
+    changed: list[_Place] = []
+    foreign: list[_Place] = []
+    for reader, value, part in zip(now.readers, now.values, now.token, strict=True):
+        place = _place(reader)
+        was, key = old.get(place, (value, part))
+        if key == part:
+            continue
+        if was is value or place in own:
+            changed.append(place)
+        elif reader.is_attribute:
+            foreign.append(place)
+        else:
+            raise ConcurrencyError(
+                f"jit: {reader.name!r} was assigned while the function was recorded, and not by its code.",
+                expected="values of closures and globals that stay during the first call",
+                got=f"{brief(was)}, then {brief(value)}",
+                hint="call again; assign it in the thread that calls.",
+            )
+    return changed, foreign
 
 
 def _is_in_key(value: Any) -> bool:
@@ -264,5 +276,5 @@ def _is_in_key(value: Any) -> bool:
     return not any([has_attributes(type(getattr(value, field.name))) for field in fields(value)])
 
 
-def _place(reader: Reader) -> tuple[Same, str]:
+def _place(reader: Reader) -> _Place:
     return Same(reader.owner), reader.key
