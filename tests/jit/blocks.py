@@ -7,10 +7,19 @@ from tdfunc._jit import pool
 
 @contextmanager
 def pool_all_sizes():
-    """Pool the results of records made inside, whatever their sizes are."""
+    """Pool the results of records made inside, of any sizes; yield the list of the sizes that were taken."""
     before = pool.MIN_BYTES
+    take = pool.Pool.take
+    taken = []
+
+    def noted(self, shape, stride, dtype, size_bytes):
+        taken.append(size_bytes)
+        return take(self, shape, stride, dtype, size_bytes)
+
     pool.MIN_BYTES = 1
+    pool.Pool.take = noted
     try:
-        yield
+        yield taken
     finally:
         pool.MIN_BYTES = before
+        pool.Pool.take = take

@@ -32,11 +32,10 @@ def test_a_handler_that_saves_during_a_save(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_handler_that_saves_at_many_lines(kind, seed, tmp_path):
+def test_a_handler_that_saves_at_many_lines(kind, tmp_path):
     """Saves of every kind, at many lines."""
-    counts = count(kind, tmp_path, seed=seed, lines=150, times=50)
+    counts = count(kind, tmp_path, seed=1, lines=150, times=50)
 
     assert counts["calls"] >= 150
     assert {name: counts[name] for name in ("not whole", "lost", "slow")} == {"not whole": 0, "lost": 0, "slow": 0}
