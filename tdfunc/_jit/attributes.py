@@ -58,14 +58,6 @@ def chains_of(code: types.CodeType) -> tuple[Chain, ...]:
     found: dict[Chain, None] = {}
     aliases: dict[str, list[Chain]] = {}
 
-    def resolve(name: str) -> list[Chain]:
-        chains = aliases.get(name, [])
-        if name in code.co_freevars:
-            return [*chains, Chain("cell", name)]
-        if name in parameters_of(code):
-            return [*chains, Chain("parameter", name)]
-        return chains
-
     # The chains of the object that was loaded last.
     present: list[Chain] = []
     for kind, name in _steps(code):
@@ -78,19 +70,35 @@ def chains_of(code: types.CodeType) -> tuple[Chain, ...]:
             found.update(dict.fromkeys(present))
         present = []
         if kind == "load":
-            present = resolve(name)
+            present = _resolve(code, aliases, name)
         elif kind == "load global":
             present = [Chain("global", name)]
         elif kind == "load super":
             present = [Chain("super", "super()", (name,))]
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            for chain in chains_of(inner):
-                if chain.scope == "global":
-                    found[chain] = None
-                elif chain.scope == "cell":
-                    found.update(dict.fromkeys([outer.then(*chain.attributes) for outer in resolve(chain.root)]))
+            found.update(dict.fromkeys(_chains_of_inner(inner, code, aliases)))
     return tuple(found)
+
+
+def _resolve(code: types.CodeType, aliases: dict[str, list[Chain]], name: str) -> list[Chain]:
+    """Return what a variable of code may be: what was assigned to it, a variable from outside, or a parameter."""
+    chains = aliases.get(name, [])
+    if name in code.co_freevars:
+        return [*chains, Chain("cell", name)]
+    if name in parameters_of(code):
+        return [*chains, Chain("parameter", name)]
+    return chains
+
+
+def _chains_of_inner(inner: types.CodeType, outer: types.CodeType, aliases: dict[str, list[Chain]]) -> Iterator[Chain]:
+    """Yield the chains that a function inside another reads, from the view of the outer one."""
+    for chain in chains_of(inner):
+        if chain.scope == "global":
+            yield chain
+        elif chain.scope == "cell":
+            for start in _resolve(outer, aliases, chain.root):
+                yield start.then(*chain.attributes)
 
 
 def _steps(code: types.CodeType) -> Iterator[_Step]:

@@ -1,4 +1,4 @@
-"""The attributes that a jitted function reads: a replay gives those of the present call."""
+"""A jitted function follows the attributes that it reads."""
 
 import enum
 import functools
@@ -238,7 +238,7 @@ def read_rate(cfg):
 
 
 def penalize(x, config):
-    """Read an attribute of an argument, and of one that goes on to another function."""
+    """Read an attribute here, and one in a function that gets the object."""
     return x * read_rate(config)
 
 
@@ -378,7 +378,7 @@ def test_an_attribute_that_changes(place):
 
 
 def test_an_attribute_that_stays(place):
-    """Calls with equal values, also with those of an earlier call, make no new record."""
+    """Calls with the values of any earlier call make no new record."""
     fn, args, assign = place
     step = jit(fn)
     for value in (1.0, 1.0, 3.0, 3.0, 1.0, 3.0):
@@ -531,7 +531,7 @@ NOT_FOLLOWED = {
 
 @pytest.mark.parametrize("name", NOT_FOLLOWED)
 def test_attributes_that_are_read_once(name):
-    """Values that the code does not read by names, one after the other, stay those of the first call."""
+    """Values that the code does not read by names stay as they were at the first call."""
     fn, assign = NOT_FOLLOWED[name](Slotted())
     step = jit(fn)
     step(X)
