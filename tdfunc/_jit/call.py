@@ -12,14 +12,14 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import fx, nn
 
-from tdfunc._jit.code import compile_graph
 from tdfunc._jit.cudagraphs import CudaGraphs
 from tdfunc._jit.environment import Environment, Snapshot
 from tdfunc._jit.graph import clean, draws
 from tdfunc._jit.memory import tensors_of
-from tdfunc._jit.pool import Pool
 from tdfunc._jit.recording.reads import Read, ReadTree
 from tdfunc._jit.recording.tracing import name_of, named_leaves, state_of, trace
+from tdfunc._jit.replay.code import compile_graph
+from tdfunc._jit.replay.pool import Pool
 from tdfunc._jit.results import Build
 from tdfunc._jit.signature import (
     Arguments,

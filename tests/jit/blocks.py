@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from tdfunc._jit import pool
+from tdfunc._jit.replay import pool
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from tdfunc import CaptureError, ImmutableError, TensorDict, UnsupportedError
 from tdfunc._jit import jit
-from tdfunc._jit.code import BINDINGS, METHODS
 from tdfunc._jit.memory import written_by
+from tdfunc._jit.replay.code import BINDINGS, METHODS
 from tdfunc.optim import sgd
 from tests.helpers import examples
 

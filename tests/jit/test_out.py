@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import tdfunc as tdf
-from tdfunc._jit.out import find_out
+from tdfunc._jit.replay.out import find_out
 from tests.jit.blocks import pool_all_sizes
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tdfunc as tdf
-from tdfunc._jit import pool
+from tdfunc._jit.replay import pool
 from tests.helpers import assert_trees_equal, examples
 from tests.jit.blocks import pool_all_sizes
 
@@ -285,7 +285,7 @@ def test_a_signal_handler_that_calls_the_step():
 
 _FORK = """
 import os, torch, tdfunc as tdf
-from tdfunc._jit import pool
+from tdfunc._jit.replay import pool
 pool.MIN_BYTES = 1
 torch.set_num_threads(1)
 step = tdf.jit(lambda x: (x * 2).add(1))

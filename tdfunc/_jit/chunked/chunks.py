@@ -16,7 +16,7 @@ from tdfunc._jit.call import CacheInfo, Jitted
 from tdfunc._jit.chunked.apart import LEAST, Trial
 from tdfunc._jit.chunked.split import InDims, Split, split_members
 from tdfunc._jit.chunked.whole import Whole
-from tdfunc._jit.pool import Pool
+from tdfunc._jit.replay.pool import Pool
 from tdfunc._jit.signature import in_function_mode
 from tdfunc.core.context import has_values
 from tdfunc.core.errors import UnsupportedError

@@ -8,7 +8,7 @@ from torch.utils import _pytree as torch_pytree
 
 from tdfunc._jit.chunked.apart import check_rows
 from tdfunc._jit.chunked.split import Split
-from tdfunc._jit.pool import MIN_BYTES, Pool
+from tdfunc._jit.replay.pool import MIN_BYTES, Pool
 from tdfunc.core.collection import TensorCollection
 from tdfunc.core.errors import UnsupportedError, brief
 from tdfunc.core.nontensor import NonTensorBase

@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 
 from tdfunc._jit.graph import list_moved
 from tdfunc._jit.memory import Memory, tensors_of
-from tdfunc._jit.out import find_out
-from tdfunc._jit.pool import Pool
+from tdfunc._jit.replay.out import find_out
+from tdfunc._jit.replay.pool import Pool
 from tdfunc.core.memory import storage_id
 
 aten = torch.ops.aten
