@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from tdfunc._jit.graph import list_moved
 from tdfunc._jit.memory import Memory, tensors_of
 from tdfunc._jit.replay.out import find_out
+from tdfunc._jit.replay.pieces import find_pieces
 from tdfunc._jit.replay.pool import Pool
 from tdfunc.core.memory import storage_id
 
@@ -302,10 +303,20 @@ class _Writer:
         if node.target is aten._foreach_clone.default:
             return f"{self.bind(_copy_each)}({args[0]}, [{', '.join(map(self._spell_new, made))}])"
         call = find_out(node.target)
-        if call is None or len(made) != len(call.names):
+        if call is None:
+            return self._spell_pieces(node, args, made)
+        if len(made) != len(call.names):
             return None
         outs = [f"{name}={self._spell_new(value)}" for name, value in zip(call.names, made, strict=True)]
         return f"{self.bind(call.fn)}({', '.join([*args, *outs])})"
+
+    def _spell_pieces(self, node: fx.Node, args: list[str], made: list[Tensor]) -> str | None:
+        """Return the code of a call that computes some rows at a time; None for other nodes."""
+        call = find_pieces(node)
+        if call is None:
+            return None
+        outs = f"outs=[{', '.join(map(self._spell_new, made))}]"
+        return f"{self.bind(call)}({', '.join([*args, outs])})"
 
     def _spell_new(self, like: Tensor) -> str:
         """Return the code that makes a tensor of any values."""

@@ -1,0 +1,79 @@
+"""Operations without a kernel for given memory whose rows are independent: some rows are computed at a time.
+
+The result of a piece is small, so malloc has the memory of the last one for it, and it is in the cache when it is
+copied into the large result.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tdfunc._jit.memory import tensors_of
+
+aten = torch.ops.aten
+
+# The operands that have a row for each row of the results.
+_ROWS: dict[Any, tuple[str, ...]] = {
+    aten.native_layer_norm.default: ("input",),
+    aten.native_layer_norm_backward.default: ("grad_out", "input", "mean", "rstd"),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: ("query", "key", "value"),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+        "grad_out", "query", "key", "value", "out", "logsumexp",
+    ),
+}  # fmt: skip
+# An operand that has a row for each, or one for all, or none.
+_MASK = "attn_mask"
+# Of the largest result: a piece, its operands and what the kernel allocates fit into a cache of the second level.
+_PIECE_BYTES = 1 << 18
+# malloc keeps the memory of a piece of one row up to here.
+_MAX_ROW_BYTES = 16 << 20
+
+# A call of the operation's arguments that writes into the tensors `outs`; an item is None where the operation has none.
+PiecesCall = Callable[..., list[Tensor | None]]
+
+
+def find_pieces(node: fx.Node) -> PiecesCall | None:
+    """Return the call that computes a node some rows at a time; None if its rows depend on each other."""
+    names = _ROWS.get(node.target)
+    if names is None:
+        return None
+    # Any: an overload of torch.ops.
+    operation: Any = node.target
+    arguments = [argument.name for argument in operation._schema.arguments]
+    # Any: nodes and numbers.
+    operands: dict[str, Any] = dict(zip(arguments, node.args, strict=False)) | node.kwargs
+    # The gradients of weights are sums over rows.
+    if any(operands.get("output_mask", [True])[1:]):
+        return None
+    made = tensors_of(node)
+    rows = made[0].shape[0]
+    parts = [*made, *[operands[name].meta["val"] for name in names]]
+    if any([value.shape[0] != rows for value in parts]):
+        return None
+    largest = max([value.nbytes for value in made])
+    if largest > rows * _MAX_ROW_BYTES:
+        return None
+    count = max(1, _PIECE_BYTES * rows // largest)
+    cut = [*names, _MASK] if _is_cut(operands.get(_MASK), rows) else list(names)
+    places = [arguments.index(name) for name in cut]
+    present = [value is not None for value in node.meta["val"]]
+
+    def call(*args: Any, outs: list[Tensor], **kwargs: Any) -> list[Tensor | None]:
+        for begin in range(0, rows, count):
+            piece = slice(begin, begin + count)
+            operands = [value[piece] if i in places else value for i, value in enumerate(args)]
+            options = {name: value[piece] if name in cut else value for name, value in kwargs.items()}
+            results = [result for result in operation(*operands, **options) if result is not None]
+            for out, result in zip(outs, results, strict=True):
+                out[piece].copy_(result)
+        given = iter(outs)
+        return [next(given) if is_there else None for is_there in present]
+
+    return call
+
+
+def _is_cut(mask: Any, rows: int) -> bool:
+    """Return whether a mask has a row for each row of the results."""
+    return mask is not None and mask.meta["val"].dim() == 4 and mask.meta["val"].shape[0] == rows

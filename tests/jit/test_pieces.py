@@ -1,0 +1,132 @@
+"""Rows that are computed some at a time have the bits of all rows at once."""
+
+import resource
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tdfunc as tdf
+from tdfunc._jit.replay import pieces
+from tests.jit.blocks import pool_all_sizes
+
+ROWS = 7
+
+
+def attend(mask=None, **options):
+    """Return a function of queries, keys and values, with a mask of a shape."""
+
+    def call(x):
+        q, k, v = x.reshape(3, ROWS, 2, 6, 8).unbind()
+        return F.scaled_dot_product_attention(q, k, v, None if mask is None else mask(x), **options)
+
+    return call
+
+
+def bools(*shape):
+    """Return a mask that leaves each query a key."""
+    return lambda x: (x.reshape(-1)[: torch.Size(shape).numel()].reshape(shape) > -0.5).logical_or(torch.eye(6) > 0)
+
+
+def floats(*shape):
+    """Return a mask that is added."""
+    return lambda x: x.reshape(-1)[: torch.Size(shape).numel()].reshape(shape)
+
+
+FORWARD = {
+    "layer norm": lambda x: F.layer_norm(x, (96,)),
+    "layer norm of two dimensions": lambda x: F.layer_norm(x.reshape(ROWS, 3, 12, 8), (12, 8)),
+    "layer norm with weights": lambda x: F.layer_norm(x, (96,), x[0, 0], x[1, 0]),
+    "layer norm, turned": lambda x: F.layer_norm(x.transpose(0, 1), (96,)),
+    "layer norm of all": lambda x: F.layer_norm(x, x.shape),
+    "attention": attend(),
+    "causal attention": attend(is_causal=True),
+    "scaled attention": attend(scale=0.3),
+    "attention, mask of rows": attend(floats(ROWS, 2, 6, 6)),
+    "attention, one mask": attend(floats(1, 2, 6, 6)),
+    "attention, mask of places": attend(floats(6, 6)),
+    "attention, mask of bools": attend(bools(ROWS, 1, 6, 6)),
+    "half of attention": lambda x: attend()(x.bfloat16()),
+}
+
+
+def with_gradient(fn):
+    """Return the gradient of a function."""
+    return lambda x: torch.func.grad(lambda y: fn(y).float().sin().sum())(x)
+
+
+FUNCTIONS = FORWARD | {f"gradient of {name}": with_gradient(fn) for name, fn in FORWARD.items()}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("piece_bytes", [1, 3000])
+def test_pieces_have_the_bits_of_the_whole(name, piece_bytes, monkeypatch):
+    """Values and strides are those of the function, for pieces of one row and of some."""
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", piece_bytes)
+    fn = FUNCTIONS[name]
+    x = torch.randn(2 * ROWS, 3, 96)[::2]
+    with pool_all_sizes():
+        step = tdf.jit(fn)
+        step(x + 1)
+        got = step(x)
+
+    expected = fn(x)
+    assert got.stride() == expected.stride()
+    assert torch.equal(got, expected)
+
+
+def calls_of(step, name, *args):
+    """Return how often a replay calls an operation of torch."""
+    with torch.profiler.profile() as profile:
+        step(*args)
+    return sum([event.name == name for event in profile.events()])
+
+
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [
+        ("layer norm", "aten::native_layer_norm"),
+        ("gradient of layer norm", "aten::native_layer_norm_backward"),
+        ("attention, one mask", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+        ("gradient of attention", "aten::_scaled_dot_product_flash_attention_for_cpu_backward"),
+    ],
+)
+def test_rows_are_computed_apart(name, operation, monkeypatch):
+    """Large results come in pieces, of one row at least."""
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", 1)
+    x = torch.randn(ROWS, 3, 96)
+    with pool_all_sizes():
+        step = tdf.jit(FUNCTIONS[name])
+        step(x)
+
+    assert calls_of(step, operation, x) == ROWS
+
+
+def test_sums_over_rows_are_not_cut(monkeypatch):
+    """The gradients of shared weights are sums over all rows."""
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", 1)
+    x = torch.randn(ROWS, 96)
+    apply, params, _ = tdf.functional(nn.LayerNorm(96))
+    with pool_all_sizes():
+        step = tdf.jit(torch.func.grad(lambda p, x: apply(p, x).sin().sum()))
+        step(params, x)
+
+    assert calls_of(step, "aten::native_layer_norm_backward", params, x) == 1
+
+
+@pytest.mark.slow
+def test_large_rows_take_no_new_pages():
+    """A step whose layer norms have results of 40 MB gets no page from the system after its first calls."""
+    x = torch.randn(40, 1 << 18)
+    step = tdf.jit(lambda x: F.layer_norm(F.layer_norm(x, (256, 1024) if x.dim() == 3 else (1 << 18,)), (1 << 18,)))
+    for _ in range(4):
+        y = step(x)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        y = step(x)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    assert y.shape == x.shape
+    # Pages of Python's own; a result of 40 MB has 10,240.
+    assert after - before < 1_000
