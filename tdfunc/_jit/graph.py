@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from tdfunc._jit.copies import join_copies
 from tdfunc._jit.memory import Memory, used_by, writes_of
 from tdfunc._jit.recording.tracing import Deferred
 from tdfunc.core.context import is_random
@@ -38,6 +39,9 @@ def clean(graph: fx.Graph) -> Memory:
     _drop_kept_dimensions(graph)
     memory.read(graph)
     _stack_selected(graph, memory)
+    if join_copies(graph, memory, list_moved(graph)):
+        _merge_common(graph, memory)
+        memory.read(graph)
     _join_calls(graph, memory)
     for node in graph.nodes:
         node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _spell_exactly)

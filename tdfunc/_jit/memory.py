@@ -69,6 +69,8 @@ class Memory:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._merged: dict[int, int] = {}
+        # The merged ones are alive, so that no later one has the number of one of them.
+        self._kept: list[Any] = []
         for node in graph.nodes:
             if node.op == "placeholder":
                 self._merged |= dict.fromkeys(map(storage_id, tensors_of(node)), _ARGUMENTS)
@@ -128,11 +130,12 @@ class Memory:
 
     def merge(self, node: fx.Node, source: fx.Node) -> None:
         """Replace the storages of a node, which is to be erased, and of its views by the storages of another node."""
-        for old, new in zip(tensors_of(node), tensors_of(source), strict=True):
-            old = self.find(old)
-            new = self.find(new)
+        for tensor, other in zip(tensors_of(node), tensors_of(source), strict=True):
+            old = self.find(tensor)
+            new = self.find(other)
             if old != new:
                 self._merged[old] = new
+                self._kept.append(tensor.untyped_storage())
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
