@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from tdfunc._jit.graph import list_moved
 from tdfunc._jit.memory import Memory, tensors_of
+from tdfunc._jit.replay.kernels import EXACT_DTYPES, find_kernel
 from tdfunc._jit.replay.out import find_out
 from tdfunc._jit.replay.pieces import find_pieces
 from tdfunc._jit.replay.pool import Pool
@@ -78,7 +79,6 @@ _FILLS = (
     aten.full.default, aten.ones.default, aten.zeros.default, aten.scalar_tensor.default, aten.arange.default,
     aten.arange.start,
 )  # fmt: skip
-_EXACT_DTYPES = (torch.float32, torch.float64, torch.int64)
 # Kinds of nodes that the code does not compute.
 _GIVEN = ("placeholder", "get_attr")
 
@@ -170,24 +170,10 @@ def _is_whole_view(node: fx.Node, root: fx.Node) -> bool:
     return storage_id(x) == storage_id(y)
 
 
-def _pool(x: Tensor, *args: list[int]) -> tuple[Tensor, Tensor]:
-    """Pool with channels last, which torch's kernel compares a vector at a time, to the same values and indices."""
-    largest, indices = aten.max_pool2d_with_indices.default(x.contiguous(memory_format=torch.channels_last), *args)
-    return largest.contiguous(), indices.contiguous()
-
-
 def _copy_each(tensors: list[Tensor], new: list[Tensor]) -> list[Tensor]:
     """Return copies of tensors in the memory of new ones."""
     torch._foreach_copy_(new, tensors)  # pyright: ignore[reportPrivateImportUsage]
     return new
-
-
-def _pools_faster(node: fx.Node) -> bool:
-    # Any: an argument of a node.
-    pooled: Any = node.args[0]
-    x: Tensor = pooled.meta["val"]
-    plain = x.dim() == 4 and x.device.type == "cpu" and x.is_contiguous() and x.dtype in _EXACT_DTYPES
-    return plain and x.shape[1] >= 8 and 1 << 13 <= x.numel() <= 1 << 22
 
 
 def _find_index(node: fx.Node) -> str | None:
@@ -351,8 +337,9 @@ class _Writer:
     def _function_of(self, node: fx.Node) -> str:
         """Bind the fastest function that computes a node."""
         target: Any = node.target
-        if target is aten.max_pool2d_with_indices.default and _pools_faster(node):
-            return self.bind(_pool)
+        kernel = find_kernel(node)
+        if kernel is not None:
+            return self.bind(kernel)
         if target in BINDINGS:
             return self.bind(getattr(torch, BINDINGS[target]))
         # Without the frame of OpOverload.__call__, or of a deferred call.
@@ -366,7 +353,7 @@ class _Writer:
         if not isinstance(x, fx.Node) or type(number) not in (int, float) or len(node.args) > 2 or node.kwargs:
             return None
         # Of narrower dtypes, kernels compute with the number as it is.
-        if value.dtype not in _EXACT_DTYPES or x.meta["val"].dtype != value.dtype or value.device.type != "cpu":
+        if value.dtype not in EXACT_DTYPES or x.meta["val"].dtype != value.dtype or value.device.type != "cpu":
             return None
         made = torch.tensor(number, dtype=value.dtype, device="cpu")
         return self.bind(made, ("number", repr(number), value.dtype))
