@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 # The first call of an operation is slow, so a deadline would only be flaky. Examples are the same in every run of the
 # same code; the thorough profile looks for new ones.
 settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
-settings.register_profile("ci", deadline=None, max_examples=100, derandomize=True, print_blob=True)
+settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True, print_blob=True)
 settings.register_profile("thorough", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
