@@ -103,7 +103,7 @@ def count_copies(fn, *args):
 CHAINS = {
     "parts of a copy": (split_heads, 3),
     "slices of a copy": (chunk_heads, 3),
-    "there and back": (lambda x: turn(turn((x * 2).reshape(10, 9, 8))) * 2, 1),
+    "there and back": (lambda x: turn(turn((x * 2).reshape(10, 9, 8))) * 2, 0),
     "stacked and turned": (lambda x: turn(torch.stack(split_heads(x), 2)) * 2, 1),
     "joined and turned": (lambda x: turn(torch.cat(split_heads(x), 1)) * 2, 1),
     "stacked, with a number, turned": (lambda x: turn(torch.stack(split_heads(x), 2) + 0.5) * 2, 1),
