@@ -257,6 +257,8 @@ class _Joiner:
         part = Layout([[_leave_out(along, digit)] for digit in others], {})
         # Any: nodes.
         operands: Any = stack.args[0]
+        if not all([self._is_unchanged(operand, stack, copy) for operand in operands]):
+            return
         with self._graph.inserting_before(copy):
             parts = [self._spread(operand, part) for operand in operands]
             new = self._emit(aten.stack.default, parts, turned.digits().index(along))
