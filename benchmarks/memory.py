@@ -22,13 +22,13 @@ import safetensors
 import safetensors.torch
 import tensordict
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import tdfunc as tdf
 from benchmarks import ENVIRON, llm
 from benchmarks.rows import OURS, Way
 from benchmarks.storage import FEW, MANY, Leaves, large_leaves, scratch, small_leaves, tree_of
-from benchmarks.training import CHUNKED, DONATED, LOOP, STACKED, in_chunks, loop, ours, stacked_fused
+from benchmarks.training import CHUNKED, DONATED, LOOP, STACKED, Stacked, in_chunks, loop, ours, stacked_fused
 from benchmarks.widths import MODELS
 
 TRAINED = (("MLP", 512), ("CNN", 32), ("transformer", 64))
@@ -113,9 +113,15 @@ def train_ways(model: str, width: int, members: int) -> dict[str, Callable[[], A
     _, make, inputs = MODELS[model]
     x, t = inputs(width), torch.randint(10, (32,))
 
-    def trained(way: Callable[..., Way | None]) -> Callable[[], Any]:
+    def make_modules() -> list[nn.Module]:
+        return [make(width) for _ in range(members)]
+
+    def make_tree() -> Stacked:
+        return Stacked(make(width), tdf.init_ensemble(lambda: make(width), members), members)
+
+    def trained(way: Callable[..., Way | None], start: Callable[[], Any] = make_tree) -> Callable[[], Any]:
         def run() -> Any:
-            step = way([make(width) for _ in range(members)], x, t)
+            step = way(start(), x, t)
             assert step is not None
             for _ in range(_STEPS):
                 step()
@@ -127,8 +133,8 @@ def train_ways(model: str, width: int, members: int) -> dict[str, Callable[[], A
         OURS: trained(ours),
         DONATED: trained(partial(ours, donate=True)),
         CHUNKED: trained(partial(in_chunks, chunk_size=_CHUNK)),
-        LOOP: trained(loop),
-        STACKED: trained(stacked_fused),
+        LOOP: trained(loop, make_modules),
+        STACKED: trained(stacked_fused, make_modules),
     }
 
 

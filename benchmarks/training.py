@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -77,8 +77,22 @@ def is_compiled(way: str, model: str, members: int, dropout: float) -> bool:
     return not dropout and members in COMPILED_MEMBERS[way].get(model, ())
 
 
+class Stacked(NamedTuple):
+    """Members as one tree, and a module of their architecture."""
+
+    module: nn.Module
+    tree: tdf.TensorDict
+    count: int
+
+
+def stack(models: Sequence[nn.Module] | Stacked) -> Stacked:
+    if isinstance(models, Stacked):
+        return models
+    return Stacked(models[0], stack_modules(models), len(models))
+
+
 def ours(
-    models: Sequence[nn.Module],
+    models: Sequence[nn.Module] | Stacked,
     x: Tensor,
     t: Tensor,
     dropout: float = 0.0,
@@ -88,9 +102,10 @@ def ours(
     donate: bool = False,
 ) -> Way:
     """Return the step that the guides show, or the one that gives up its arguments."""
-    apply, _, _ = tdf.functional(models[0])
-    params, buffers = tdf.split(stack_modules(models))
-    optimizer, members = adam(lr=lr), len(models)
+    module, tree, members = stack(models)
+    apply, _, _ = tdf.functional(module)
+    params, buffers = tdf.split(tree)
+    optimizer = adam(lr=lr)
 
     @jit(backend=backend)
     def step(params: Any, buffers: Any, state: Any, key: Tensor, x: Tensor, t: Tensor) -> Any:
@@ -113,10 +128,11 @@ def ours(
     return call
 
 
-def in_chunks(models: Sequence[nn.Module], x: Tensor, t: Tensor, chunk_size: Any = "auto") -> Way | None:
+def in_chunks(models: Sequence[nn.Module] | Stacked, x: Tensor, t: Tensor, chunk_size: Any = "auto") -> Way | None:
     """Return the step of the guides for some members at a time; None where their activations fit into the cache."""
-    apply, _, _ = tdf.functional(models[0])
-    params, buffers = tdf.split(stack_modules(models))
+    module, tree, members = stack(models)
+    apply, _, _ = tdf.functional(module)
+    params, buffers = tdf.split(tree)
     optimizer = adam(lr=LR)
 
     @jit(chunk_size=chunk_size, in_dims=(0, 0, 0, None, None))
@@ -130,7 +146,7 @@ def in_chunks(models: Sequence[nn.Module], x: Tensor, t: Tensor, chunk_size: Any
         return params, buffers, state
 
     now: list[Any] = [params, buffers, optimizer.init(params)]
-    if step.chunk_size(*now, x, t) == len(models):
+    if step.chunk_size(*now, x, t) == members:
         return None
 
     def call() -> None:
