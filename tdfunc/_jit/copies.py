@@ -180,10 +180,9 @@ def join_copies(graph: fx.Graph, memory: Memory, moved: set[Any]) -> bool:
     `moved` has the nodes whose tensors get another shape or memory in place. Return whether there was a chain.
     """
     joiner = _Joiner(graph, memory, moved)
-    for node in list(graph.nodes):
-        if node.target is _COPY:
-            joiner.stack_in_place(node)
-    memory.read(graph)
+    # A stack that comes of one round may be the one that the next round moves.
+    while any([node.target is _COPY and joiner.stack_in_place(node) for node in list(graph.nodes)]):
+        memory.read(graph)
     # From the end, so that a chain is found whole.
     for node in reversed(list(graph.nodes)):
         if not node.users:
@@ -204,8 +203,8 @@ class _Joiner:
         self.joined = False
 
     def drop(self, node: fx.Node) -> None:
-        """Erase a node if it only looks or copies."""
-        if node.target is _COPY or node.target in _STACKS or node.target in _SPLITS or _is_look(node):
+        """Erase a node of a chain that nothing uses."""
+        if node.target is _COPY or node.target in (*_STACKS, *_SPLITS) or _is_look(node) or _adds_number(node):
             self._graph.erase_node(node)
 
     def join_copy(self, copy: fx.Node) -> None:
@@ -216,8 +215,7 @@ class _Joiner:
         if found is None:
             return
         with self._graph.inserting_before(copy):
-            new = self._emit(_COPY, self._spread(*found), memory_format=torch.contiguous_format)
-            self._replace(copy, new)
+            self._replace(copy, self._emit(_COPY, self._spread(*found), memory_format=torch.contiguous_format))
 
     def join_stack(self, stack: fx.Node) -> None:
         """Have a stack of copies read what the first of them read."""
@@ -225,48 +223,50 @@ class _Joiner:
             return
         # Any: nodes.
         operands: Any = stack.args[0]
-        found = [self._find_root(operand, stack, len(operands)) for operand in operands]
-        roots = [each for each in found if each is not None]
-        if not roots or len(roots) < len(found):
+        # All parts of one root together may have its memory; of several roots, each part for itself.
+        roots = self._find_roots(operands, stack, len(operands))
+        if len({node for node, _ in roots}) != 1:
+            roots = self._find_roots(operands, stack, 1)
+        if not roots:
             return
         sizes = roots[0][1].sizes()
         if any([layout.sizes() != sizes for _, layout in roots]):
             return
         place = sum(map(len, sizes[: _dim_of(stack)]))
         with self._graph.inserting_before(stack):
-            new = self._emit(aten.stack.default, [self._spread(*each) for each in roots], place)
-            self._replace(stack, new)
+            self._replace(stack, self._emit(aten.stack.default, [self._spread(*each) for each in roots], place))
 
-    def stack_in_place(self, copy: fx.Node) -> None:
-        """Stack along the dimension where a copy of the stack has it; a number may be added in between."""
+    def stack_in_place(self, copy: fx.Node) -> bool:
+        """Stack along the dimension where a copy of the stack has it, and return whether there was such a copy.
+
+        A number may be added in between.
+        """
         if not self._can_replace(copy):
-            return
+            return False
         steps: list[fx.Node] = [_operand(copy)]
-        while len(steps[-1].users) == 1 and (_is_look(steps[-1]) or _adds_number(steps[-1])):
+        while len(steps[-1].users) == 1 and (steps[-1].target in _LOOKS or _adds_number(steps[-1])):
             steps.append(_operand(steps[-1]))
         stack = steps[-1]
         added = [step for step in steps if _adds_number(step)]
-        looks = [step for step in steps if _is_look(step)]
+        looks = [step for step in steps if step.target in _LOOKS]
         if stack.target not in _STACKS or len(stack.users) > 1 or not looks or not self._can_replace(stack):
-            return
+            return False
+        # Any: nodes.
+        operands: Any = stack.args[0]
+        if not self._memory.knows(stack) or not all([self._is_unchanged(each, stack, copy) for each in operands]):
+            return False
         layout, along = _lay_out_stack(stack)
         turned = _follow_all(layout, looks[::-1])
         if turned is None or turned.fixed or along not in turned.digits():
-            return
+            return False
         others = [digit for digit in turned.digits() if digit != along]
         part = Layout([[_leave_out(along, digit)] for digit in others], {})
-        # Any: nodes.
-        operands: Any = stack.args[0]
-        if not all([self._is_unchanged(operand, stack, copy) for operand in operands]):
-            return
         with self._graph.inserting_before(copy):
             parts = [self._spread(operand, part) for operand in operands]
             new = self._emit(aten.stack.default, parts, turned.digits().index(along))
             for step in reversed(added):
                 new = self._emit(aten.add.Tensor, new, step.args[1])
-            self._replace(copy, new)
-        for step in steps:
-            self._graph.erase_node(step)
+            return self._replace(copy, new)
 
     def _can_replace(self, node: fx.Node) -> bool:
         """Return whether another tensor of the same elements and strides may be in place of a copy or a stack."""
@@ -277,6 +277,16 @@ class _Joiner:
         operands: Any = node.args[0]
         # torch promotes types, and takes parts of any length.
         return node.target is _COPY or len({(str(x.meta["val"].dtype), x.meta["val"].shape) for x in operands}) == 1
+
+    def _find_roots(self, operands: list[fx.Node], stack: fx.Node, count: int) -> list[tuple[fx.Node, Layout]]:
+        """Return the roots of all operands of a stack, with their layouts; none if an operand is not a copy."""
+        roots: list[tuple[fx.Node, Layout]] = []
+        for operand in operands:
+            found = self._find_root(operand, stack, count)
+            if found is None:
+                return []
+            roots.append(found)
+        return roots
 
     def _find_root(self, node: fx.Node, sink: fx.Node, count: int = 1) -> tuple[fx.Node, Layout] | None:
         """Return the first tensor of a chain of copies and views, and the layout of its end; None without a copy.
@@ -341,11 +351,18 @@ class _Joiner:
             node.meta["val"] = operation(*values, **kwargs)
         return node
 
-    def _replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Have a contiguous tensor, in the shape of another one, in place of that one."""
+    def _replace(self, old: fx.Node, new: fx.Node) -> bool:
+        """Have a tensor, in the shape of another one, in place of that one; return whether it has the same strides."""
+        # torch stacks tensors with channels last in this layout.
+        if not new.meta["val"].is_contiguous():
+            return False
         self.joined = True
-        old.replace_all_uses_with(self._reshape(new, old.meta["val"].shape))
+        new = self._reshape(new, old.meta["val"].shape)
+        # Views of the old tensor are views of the new one.
+        self._memory.merge(old, new)
+        old.replace_all_uses_with(new)
         self._graph.erase_node(old)
+        return True
 
 
 def _is_look(node: fx.Node) -> bool:

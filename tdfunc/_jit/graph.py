@@ -40,6 +40,7 @@ def clean(graph: fx.Graph) -> Memory:
     memory.read(graph)
     _stack_selected(graph, memory)
     if join_copies(graph, memory, list_moved(graph)):
+        graph.eliminate_dead_code(_has_effect)
         _drop_no_ops(graph, memory)
         memory.read(graph)
         _merge_common(graph, memory)

@@ -92,6 +92,10 @@ class Memory:
                 if node.op == "output":
                     self._returned |= own
 
+    def knows(self, node: fx.Node) -> bool:
+        """Return whether a node was there when the graph was read."""
+        return node in self._place
+
     def of(self, node: fx.Node) -> set[int]:
         """Return the storages of a node's value."""
         return set(map(self.find, tensors_of(node)))

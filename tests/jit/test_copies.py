@@ -44,11 +44,12 @@ PROGRAMS = st.lists(
 
 
 def run(program, x: Tensor) -> list[Tensor]:
-    """Run steps, each on the last tensor or an earlier one; return the last and one from the middle."""
+    """Run steps, each on the last tensor or an earlier one; return some, a view, and what reads them again."""
     kept = [x * 1.5]
     for name, n, back in program:
         kept.append(STEPS[name](kept[-1 - back % min(len(kept), 2)], n))
-    return [kept[-1], kept[len(kept) // 2]]
+    middle = kept[len(kept) // 2]
+    return [kept[-1], middle[..., :1], middle + 1, kept[-2] * 1]
 
 
 def bits(tensors: list[Tensor]) -> Any:
@@ -158,14 +159,75 @@ def view_written(x):
     return turn(before)
 
 
-@pytest.mark.parametrize("fn", [copy_written, stack_written, view_written])
-def test_a_copy_before_a_write_stays(fn):
-    """A later copy has the values from before a write to the source, or from after one to the copy."""
+def source_moved(x):
+    """Transpose a part of a stack in place before the stack is copied."""
+    part = x * 2
+    before = torch.stack([part, part * 3])
+    part.t_()
+    return turn(before)
+
+
+def view_returned(x):
+    """Return a view of a joined copy, which is read again."""
+    copy = turn(turn((x * 2).reshape(4, 3, 2)[1:]))
+    return copy[0], copy + 1
+
+
+def view_of_stack_returned(x):
+    """Return a view of a stack that was turned, which is read again."""
+    copy = turn(torch.stack([x * 2, x * 3]))
+    return copy[0], copy + 1
+
+
+def view_of_stack_written(x):
+    """Write to a view of a stack that was turned and copied."""
+    copy = turn(torch.stack([x * 2, x * 3]))
+    same = copy * 1
+    copy[0].add_(5)
+    return same + copy
+
+
+def turned_twice(x):
+    """Copy a copy of a stack."""
+    return turn(torch.stack([x * 2, x * 3])).transpose(1, 2).contiguous()
+
+
+def channels_last(x):
+    """Stack tensors of a layout that torch keeps."""
+    y = (x * 2).view(2, 3, 2, 2).permute(0, 3, 1, 2)
+    turned = torch.stack([y, y * 3], 4).transpose(3, 4).contiguous()
+    return turned, turned.view(2, 2, -1) * 1
+
+
+def one_part(x):
+    """Cut a stack into one part."""
+    return turn(torch.stack([x * 2, x * 3], 1).split(2, 1)[0])
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        copy_written, stack_written, view_written, source_moved, view_returned, view_of_stack_returned,
+        view_of_stack_written, turned_twice, channels_last, one_part,
+    ],
+)  # fmt: skip
+def test_copies_that_something_else_shares(fn):
+    """A joined copy has the values from before a write to its source, and is the memory of its views."""
     x = torch.randn(4, 6)
     step = tdf.jit(fn)
     step(x + 1)
 
     assert bits(tree_leaves(step(x))) == bits(tree_leaves(fn(x)))
+
+
+def test_roots_are_not_all_kept_for_a_stack():
+    """Of parts of several tensors, a replay keeps the parts, and not the tensors until the stack."""
+
+    def fn(x):
+        return torch.stack([turn(torch.sin(x * i)[i].view(4, 3)) for i in range(5)])
+
+    code = tdf.jit(fn).graph(torch.randn(5, 12)).code
+    assert code.count("aten.clone") == 5
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
