@@ -25,6 +25,10 @@ _ROWS: dict[Any, tuple[str, ...]] = {
 }  # fmt: skip
 # An operand that has a row for each, or one for all, or none.
 _MASK = "attn_mask"
+# A norm with other dtypes of weights returns others than the trace says.
+_DTYPES = (torch.float32, torch.float64)
+# In attention, a product rounds otherwise if its operands begin elsewhere between two lines of the cache.
+_LINE_BYTES = 64
 # Of the largest result: a piece, its operands and what the kernel allocates fit into a cache of the second level.
 _PIECE_BYTES = 1 << 18
 # malloc keeps the memory of a piece of one row up to here.
@@ -53,7 +57,9 @@ def find_pieces(node: fx.Node) -> PiecesCall | None:
     if any([value.shape[0] != rows for value in parts]):
         return None
     largest = max([value.nbytes for value in made])
-    if largest > rows * _MAX_ROW_BYTES:
+    if largest > rows * _MAX_ROW_BYTES or not _has_one_dtype(node):
+        return None
+    if "query" in names and not _begin_alike(operands["query"].meta["val"], parts):
         return None
     count = max(1, _PIECE_BYTES * rows // largest)
     cut = [*names, _MASK] if _is_cut(operands.get(_MASK), rows) else list(names)
@@ -72,6 +78,17 @@ def find_pieces(node: fx.Node) -> PiecesCall | None:
         return [next(given) if is_there else None for is_there in present]
 
     return call
+
+
+def _has_one_dtype(node: fx.Node) -> bool:
+    dtypes = {operand.meta["val"].dtype for operand in node.all_input_nodes}
+    return len(dtypes) == 1 and dtypes <= {*_DTYPES}
+
+
+def _begin_alike(query: Tensor, parts: list[Tensor]) -> bool:
+    """Return whether attention on some rows has its rows, and its scratch memory in each thread, at whole lines."""
+    sizes = [part[0].nbytes for part in parts]
+    return all([size_bytes % _LINE_BYTES == 0 for size_bytes in (*sizes, query.shape[2] * query.itemsize)])
 
 
 def _is_cut(mask: Any, rows: int) -> bool:
