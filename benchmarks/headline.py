@@ -99,9 +99,16 @@ def render(runs: Sequence[Run]) -> str:
     for model, width in ROWS:
         cells = [_range([_ratio(run.rows[f"{model} {width}"], rival) for run in runs]) for rival in RIVALS]
         lines.append(f"| {model} | {width} | " + " | ".join(cells) + " |")
-    names = " and of an ".join(run.processor.partition(", ")[0] for run in runs)
-    versions = runs[0].versions.split(", tensordict")[0]
-    return "\n".join([*lines, "", f"*One thread of an {names}; {versions}.*", ""])
+    return "\n".join([*lines, "", f"*One thread of an {_name_machines(runs)}.*", ""])
+
+
+def _name_machines(runs: Sequence[Run]) -> str:
+    """Return the processors, each with its versions where they differ."""
+    names = [run.processor.partition(", ")[0] for run in runs]
+    versions = [run.versions.partition(", tensordict")[0] for run in runs]
+    if len(set(versions)) == 1:
+        return f"{' and of an '.join(names)}; {versions[0]}"
+    return " and of an ".join([f"{name} ({version})" for name, version in zip(names, versions, strict=True)])
 
 
 def _ratio(times: dict[str, float], rival: str) -> float | None:

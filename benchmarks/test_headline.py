@@ -33,6 +33,17 @@ def test_the_first_table_shows_the_range_over_machines(runs, row):
     assert row in headline.render(runs)
 
 
+def test_machines_with_other_versions_have_their_own():
+    """A row that was measured earlier is not one of the present version."""
+    run = headline_run("A", 1.0, 2.0)
+    later = headline_run("B", 1.0, 2.0)._replace(versions="torch 2.14, tensordict 0.14")
+
+    assert "*One thread of an A and of an B; torch 2.13.*" in headline.render(
+        [run, later._replace(versions="torch 2.13")]
+    )
+    assert "*One thread of an A (torch 2.13) and of an B (torch 2.14).*" in headline.render([run, later])
+
+
 def test_a_machine_replaces_its_own_row(tmp_path, monkeypatch):
     """Another one is kept beside it."""
     monkeypatch.setattr(headline, "KEPT", tmp_path / "headline.json")
