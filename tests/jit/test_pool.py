@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -379,3 +380,30 @@ def test_small_results_are_not_pooled(monkeypatch):
     step(torch.ones(8))
 
     assert step.cache_info().held_bytes == 0
+
+
+def flags_of(address):
+    """Return the flags of the mapping that has an address."""
+    flags = ""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if "-" in name and ":" not in name:
+            begin, end = (int(number, 16) for number in name.split("-"))
+            inside = begin <= address < end
+        elif inside and name == "VmFlags:":
+            flags = rest
+    return flags.split()
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="this system has no large pages"
+)
+def test_large_blocks_have_large_pages():
+    """A block of the pool is mapped by large pages where the system has them."""
+    step = tdf.jit(lambda x: x * 2)
+    x = torch.randn(12 << 20)
+    y = step(x)
+
+    assert "hg" in flags_of(y.data_ptr() + y.nbytes // 2)
+    assert "hg" not in flags_of(x.data_ptr() + x.nbytes // 2)

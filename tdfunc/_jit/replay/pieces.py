@@ -1,10 +1,9 @@
 """Operations without a kernel for given memory whose rows are independent: some rows are computed at a time.
 
-The result of a piece is small, so malloc has the memory of the last one for it, and it is in the cache when it is
-copied into the large result.
+The result of a piece is small: it has the memory of the last one, and is copied from the cache into the large result.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,29 +40,48 @@ PiecesCall = Callable[..., list[Tensor | None]]
 def find_pieces(node: fx.Node) -> PiecesCall | None:
     """Return the call that computes a node some rows at a time; None if its rows depend on each other."""
     names = _ROWS.get(node.target)
-    if names is None:
+    if names is None or not _is_by_rows(node, names):
         return None
-    # Any: an overload of torch.ops.
-    operation: Any = node.target
-    arguments = [argument.name for argument in operation._schema.arguments]
-    # Any: nodes and numbers.
-    operands: dict[str, Any] = dict(zip(arguments, node.args, strict=False)) | node.kwargs
+    cut = list(names)
+    if _is_cut(_name_operands(node).get(_MASK), len(tensors_of(node)[0])):
+        cut.append(_MASK)
+    return _make_call(node, cut)
+
+
+# Any: nodes and numbers.
+def _name_operands(node: fx.Node) -> dict[str, Any]:
+    return dict(zip(_list_arguments(node.target), node.args, strict=False)) | node.kwargs
+
+
+# Any: an overload of torch.ops.
+def _list_arguments(operation: Any) -> list[str]:
+    return [argument.name for argument in operation._schema.arguments]
+
+
+def _is_by_rows(node: fx.Node, names: Sequence[str]) -> bool:
+    """Return whether some rows have the bits that they have among all, in memory that malloc keeps."""
+    operands = _name_operands(node)
     # The gradients of weights are sums over rows.
     if any(operands.get("output_mask", [True])[1:]):
-        return None
+        return False
     made = tensors_of(node)
-    rows = made[0].shape[0]
+    rows = len(made[0])
     parts = [*made, *[operands[name].meta["val"] for name in names]]
-    if any([value.shape[0] != rows for value in parts]):
-        return None
-    largest = max([value.nbytes for value in made])
-    if largest > rows * _MAX_ROW_BYTES or not _has_one_dtype(node):
-        return None
+    if any([value.shape[0] != rows for value in parts]) or not _has_one_dtype(node):
+        return False
     if "query" in names and not _begin_alike(operands["query"].meta["val"], parts):
-        return None
-    count = max(1, _PIECE_BYTES * rows // largest)
-    cut = [*names, _MASK] if _is_cut(operands.get(_MASK), rows) else list(names)
-    places = [arguments.index(name) for name in cut]
+        return False
+    return max([value.nbytes for value in made]) <= rows * _MAX_ROW_BYTES
+
+
+def _make_call(node: fx.Node, cut: Sequence[str]) -> PiecesCall:
+    """Return the call of a node that cuts these arguments."""
+    # Any: an overload of torch.ops.
+    operation: Any = node.target
+    places = [_list_arguments(operation).index(name) for name in cut]
+    made = tensors_of(node)
+    rows = len(made[0])
+    count = max(1, _PIECE_BYTES * rows // max([value.nbytes for value in made]))
     present = [value is not None for value in node.meta["val"]]
 
     def call(*args: Any, outs: list[Tensor], **kwargs: Any) -> list[Tensor | None]:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tdfunc.core.system import platform
+
 # malloc keeps smaller blocks: see `keep_freed_memory`.
 MIN_BYTES = 16 << 20
 # The results of a call are in use while the next one makes its own.
@@ -123,6 +125,7 @@ class Pool:
                 rows.append(row)
                 return tensor
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+        platform.want_large_pages(tensor.data_ptr(), size_bytes)
         self._keep(tensor, rows)
         return tensor
 

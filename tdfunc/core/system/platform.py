@@ -65,6 +65,7 @@ _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _WILLNEED = 3
 _DONTNEED = 4
+_HUGEPAGE = 14
 # The unit of `st_blocks`.
 _STAT_BYTES = 512
 # Behind the end of files of less than a TiB: on Windows no other process reads or writes locked bytes.
@@ -445,6 +446,15 @@ def release_pages(begin: int, size_bytes: int) -> None:
     if _madvise is not None and size_bytes:
         first = begin - begin % PAGE_BYTES
         _madvise(ctypes.c_void_p(first), ctypes.c_size_t(begin + size_bytes - first), ctypes.c_int(_DONTNEED))
+
+
+def want_large_pages(begin: int, size_bytes: int) -> None:
+    """Have the system map new memory by pages of 2 MB, whose addresses a processor finds sooner. Weaker: of 4 kB."""
+    if _madvise is not None:
+        first = begin + -begin % PAGE_BYTES
+        last = begin + size_bytes - (begin + size_bytes) % PAGE_BYTES
+        # An advice that is refused changes nothing.
+        _madvise(ctypes.c_void_p(first), ctypes.c_size_t(max(last - first, 0)), ctypes.c_int(_HUGEPAGE))
 
 
 def read_page_flags(first: int, count: int) -> bytes | None:
