@@ -71,9 +71,13 @@ CAUSES: Sequence[Cause] = (
         (("widths", "loop of fused torch.optim", "MLP"),),
     ),
     Cause(
-        'Wide transformers. The activations of all members leave the cache. `chunk_size="auto"` keeps them in it.',
+        "Wide transformers and convolutions. The activations of all members leave the cache. "
+        '`chunk_size="auto"` keeps them in it.',
         "a loop over modules",
-        (("widths", "loop of fused torch.optim", "transformer"),),
+        (
+            ("widths", "loop of fused torch.optim", "transformer"),
+            ("widths", "loop of fused torch.optim", "CNN"),
+        ),
     ),
     Cause(
         "Recurrent layers. The kernels take most of the time and are the same for both. XLA compiles the loop over "

@@ -97,7 +97,7 @@ def rows_against(rival: str) -> list[Row]:
     rows: list[Row] = []
     for model, (widths, _, _) in MODELS.items():
         cases = tuple([title_of(model, width, members) for width in widths for members in MEMBERS])
-        why = ACTIVATIONS if model == "transformer" else COPIES
+        why = COPIES if model == "MLP" else ACTIVATIONS
         rows.append(Row(f"training step of any width, {model}", rival, REACH, "faster", cases, why=why))
     return rows
 
