@@ -195,6 +195,15 @@ def join_copies(graph: fx.Graph, memory: Memory, moved: set[Any]) -> bool:
     return joiner.joined
 
 
+class _CopiedStack(NamedTuple):
+    """A stack, the views between it and a copy, and the numbers that are added in between, in their order."""
+
+    stack: fx.Node
+    looks: list[fx.Node]
+    # Any: numbers.
+    added: list[Any]
+
+
 class _Joiner:
     def __init__(self, graph: fx.Graph, memory: Memory, moved: set[Any]) -> None:
         self._graph = graph
@@ -241,32 +250,44 @@ class _Joiner:
 
         A number may be added in between.
         """
-        if not self._can_replace(copy):
+        found = self._find_stack(copy)
+        if found is None:
             return False
-        steps: list[fx.Node] = [_operand(copy)]
-        while len(steps[-1].users) == 1 and (steps[-1].target in _LOOKS or _adds_number(steps[-1])):
-            steps.append(_operand(steps[-1]))
-        stack = steps[-1]
-        added = [step for step in steps if _adds_number(step)]
-        looks = [step for step in steps if step.target in _LOOKS]
-        if stack.target not in _STACKS or len(stack.users) > 1 or not looks or not self._can_replace(stack):
-            return False
-        # Any: nodes.
-        operands: Any = stack.args[0]
-        if not self._memory.knows(stack) or not all([self._is_unchanged(each, stack, copy) for each in operands]):
-            return False
-        layout, along = _lay_out_stack(stack)
-        turned = _follow_all(layout, looks[::-1])
+        layout, along = _lay_out_stack(found.stack)
+        turned = _follow_all(layout, found.looks)
         if turned is None or turned.fixed or along not in turned.digits():
             return False
         others = [digit for digit in turned.digits() if digit != along]
         part = Layout([[_leave_out(along, digit)] for digit in others], {})
+        # Any: nodes.
+        operands: Any = found.stack.args[0]
         with self._graph.inserting_before(copy):
             parts = [self._spread(operand, part) for operand in operands]
             new = self._emit(aten.stack.default, parts, turned.digits().index(along))
-            for step in reversed(added):
-                new = self._emit(aten.add.Tensor, new, step.args[1])
+            for number in found.added:
+                new = self._emit(aten.add.Tensor, new, number)
             return self._replace(copy, new)
+
+    def _find_stack(self, copy: fx.Node) -> "_CopiedStack | None":
+        """Return the stack that a copy reads through views that nothing else uses; None if it may not be made later."""
+        looks: list[fx.Node] = []
+        added: list[Any] = []
+        node = _operand(copy)
+        while len(node.users) == 1 and (node.target in _LOOKS or _adds_number(node)):
+            if node.target in _LOOKS:
+                looks.insert(0, node)
+            else:
+                added.insert(0, node.args[1])
+            node = _operand(node)
+        if node.target not in _STACKS or len(node.users) > 1 or not looks:
+            return None
+        if not self._can_replace(copy) or not self._can_replace(node) or not self._memory.knows(node):
+            return None
+        # Any: nodes.
+        operands: Any = node.args[0]
+        if not all([self._is_unchanged(operand, node, copy) for operand in operands]):
+            return None
+        return _CopiedStack(node, looks, added)
 
     def _can_replace(self, node: fx.Node) -> bool:
         """Return whether another tensor of the same elements and strides may be in place of a copy or a stack."""

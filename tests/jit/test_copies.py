@@ -1,4 +1,4 @@
-"""Joined copies: a chain of copies and views is one copy, and its results are those of the function to the last bit."""
+"""A chain of copies and views is one copy, and its results have the bits of the function."""
 
 import math
 from typing import Any

@@ -66,7 +66,7 @@ FUNCTIONS = FORWARD | {f"gradient of {name}": with_gradient(fn) for name, fn in 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("piece_bytes", [1, 3000])
 def test_pieces_have_the_bits_of_the_whole(name, piece_bytes, monkeypatch):
-    """Values and strides are those of the function, for pieces of one row and of some."""
+    """A replay has the values and strides of the function, for pieces of one row and of some."""
     monkeypatch.setattr(pieces, "_PIECE_BYTES", piece_bytes)
     fn = FUNCTIONS[name]
     x = torch.randn(2 * ROWS, 3, 128)[::2]
