@@ -1,7 +1,6 @@
 """Rows that are computed some at a time have the bits of all rows at once."""
 
 import resource
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import tdfunc as tdf
-from tdfunc._jit.replay import pieces
+from tdfunc._jit.replay import rows as rows_module
 from tests.helpers import examples
-from tests.jit.blocks import pool_all_sizes
+from tests.jit.blocks import calls_of, pool_all_sizes, threads
 
 ROWS = 7
 
@@ -67,7 +66,7 @@ FUNCTIONS = FORWARD | {f"gradient of {name}": with_gradient(fn) for name, fn in 
 @pytest.mark.parametrize("piece_bytes", [1, 3000])
 def test_pieces_have_the_bits_of_the_whole(name, piece_bytes, monkeypatch):
     """A replay has the values and strides of the function, for pieces of one row and of some."""
-    monkeypatch.setattr(pieces, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(rows_module, "_PIECE_BYTES", piece_bytes)
     fn = FUNCTIONS[name]
     x = torch.randn(2 * ROWS, 3, 128)[::2]
     with pool_all_sizes():
@@ -78,17 +77,6 @@ def test_pieces_have_the_bits_of_the_whole(name, piece_bytes, monkeypatch):
     expected = fn(x)
     assert got.stride() == expected.stride()
     assert torch.equal(got, expected)
-
-
-@contextmanager
-def threads(count):
-    """Compute in some threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 SIZES = st.tuples(
@@ -117,7 +105,7 @@ def test_attention_of_any_sizes(sizes, dtype, count, heads_inside):
 
     fn = torch.func.grad(loss, (0, 1, 2), has_aux=True)
     with threads(count), pool_all_sizes(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "_PIECE_BYTES", 1)
+        patch.setattr(rows_module, "_PIECE_BYTES", 1)
         step = tdf.jit(fn)
         step(*[x + 1 for x in parts])
         got = step(*parts)
@@ -146,13 +134,6 @@ def test_norms_of_two_dtypes(dtype):
     assert all(map(torch.equal, got, expected))
 
 
-def calls_of(step, name, *args):
-    """Return how often a replay calls an operation of torch."""
-    with torch.profiler.profile() as profile:
-        step(*args)
-    return sum([event.name == name for event in profile.events()])
-
-
 @pytest.mark.parametrize(
     ("name", "operation"),
     [
@@ -164,7 +145,7 @@ def calls_of(step, name, *args):
 )
 def test_rows_are_computed_apart(name, operation, monkeypatch):
     """Large results come in pieces, of one row at least."""
-    monkeypatch.setattr(pieces, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(rows_module, "_PIECE_BYTES", 1)
     x = torch.randn(ROWS, 3, 128)
     with pool_all_sizes():
         step = tdf.jit(FUNCTIONS[name])
@@ -175,7 +156,7 @@ def test_rows_are_computed_apart(name, operation, monkeypatch):
 
 def test_sums_over_rows_are_not_cut(monkeypatch):
     """The gradients of shared weights are sums over all rows."""
-    monkeypatch.setattr(pieces, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(rows_module, "_PIECE_BYTES", 1)
     x = torch.randn(ROWS, 128)
     apply, params, _ = tdf.functional(nn.LayerNorm(128))
     with pool_all_sizes():

@@ -16,8 +16,9 @@ from tdfunc._jit.graph import list_moved
 from tdfunc._jit.memory import Memory, tensors_of
 from tdfunc._jit.replay.kernels import EXACT_DTYPES, find_kernel
 from tdfunc._jit.replay.out import find_out
-from tdfunc._jit.replay.pieces import find_pieces
 from tdfunc._jit.replay.pool import Pool
+from tdfunc._jit.replay.probed import find_probed_pieces
+from tdfunc._jit.replay.rows import find_row_pieces
 from tdfunc.core.memory import storage_id
 
 aten = torch.ops.aten
@@ -194,6 +195,12 @@ def _find_index(node: fx.Node) -> str | None:
     return None
 
 
+def _operands_of(node: fx.Node) -> list[Tensor]:
+    # A generator has no value.
+    values = [operand.meta.get("val") for operand in node.all_input_nodes]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
 def _find_last_users(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Return the last node that uses each node; its own, if none does."""
     last: dict[fx.Node, fx.Node] = {}
@@ -284,25 +291,21 @@ class _Writer:
     def _spell_pooled(self, node: fx.Node, args: list[str]) -> str | None:
         """Return the code of a call whose large results are taken from the pool; None for other nodes."""
         made = tensors_of(node)
-        if self._pool is None or not any(map(self._pool.takes, made)):
+        if self._pool is None or not any(map(self._pool.takes, [*made, *_operands_of(node)])):
+            return None
+        pieces = find_row_pieces(node) or find_probed_pieces(node)
+        if pieces is not None:
+            outs = f"outs=[{', '.join(map(self._spell_new, made))}]"
+            return f"{self.bind(pieces)}({', '.join([*args, outs])})"
+        if not any(map(self._pool.takes, made)):
             return None
         if node.target is aten._foreach_clone.default:
             return f"{self.bind(_copy_each)}({args[0]}, [{', '.join(map(self._spell_new, made))}])"
         call = find_out(node.target)
-        if call is None:
-            return self._spell_pieces(node, args, made)
-        if len(made) != len(call.names):
+        if call is None or len(made) != len(call.names):
             return None
         outs = [f"{name}={self._spell_new(value)}" for name, value in zip(call.names, made, strict=True)]
         return f"{self.bind(call.fn)}({', '.join([*args, *outs])})"
-
-    def _spell_pieces(self, node: fx.Node, args: list[str], made: list[Tensor]) -> str | None:
-        """Return the code of a call that computes some rows at a time; None for other nodes."""
-        call = find_pieces(node)
-        if call is None:
-            return None
-        outs = f"outs=[{', '.join(map(self._spell_new, made))}]"
-        return f"{self.bind(call)}({', '.join([*args, outs])})"
 
     def _spell_new(self, like: Tensor) -> str:
         """Return the code that makes a tensor of any values."""

@@ -11,6 +11,8 @@ aten = torch.ops.aten
 
 _FLOATS = (torch.float32, torch.float64)
 EXACT_DTYPES = (*_FLOATS, torch.int64)
+# Of more numbers, the copies leave the cache; pieces do not.
+_MAX_POOLED = 1 << 22
 # Below, the copies take as long as the rows.
 _MIN_ROWS = 96
 # Of more classes, torch's kernel computes a vector of a row at a time.
@@ -22,7 +24,7 @@ _WHOLE = 16
 def find_kernel(node: fx.Node) -> Callable[..., Any] | None:
     """Return a function of a node's arguments that computes the node, and is faster than its operation."""
     target = node.target
-    if target is aten.max_pool2d_with_indices.default and _pools_faster(node):
+    if pools_faster(node) and _operand(node).numel() <= _MAX_POOLED:
         return _pool
     if target is aten._log_softmax.default and _has_short_rows(node):
         return _log_softmax
@@ -31,18 +33,29 @@ def find_kernel(node: fx.Node) -> Callable[..., Any] | None:
     return None
 
 
-def _pool(x: Tensor, *args: list[int]) -> tuple[Tensor, Tensor]:
+def pool_last(x: Tensor, *args: list[int]) -> tuple[Tensor, Tensor]:
     """Pool with channels last, which torch's kernel compares a vector at a time, to the same values and indices."""
-    largest, indices = aten.max_pool2d_with_indices.default(x.contiguous(memory_format=torch.channels_last), *args)
+    return aten.max_pool2d_with_indices.default(x.contiguous(memory_format=torch.channels_last), *args)
+
+
+def _pool(x: Tensor, *args: list[int]) -> tuple[Tensor, Tensor]:
+    largest, indices = pool_last(x, *args)
     return largest.contiguous(), indices.contiguous()
 
 
-def _pools_faster(node: fx.Node) -> bool:
-    # Any: an argument of a node.
-    pooled: Any = node.args[0]
-    x: Tensor = pooled.meta["val"]
+def pools_faster(node: fx.Node) -> bool:
+    """Return whether a node is pooling that is faster with channels last."""
+    if node.target is not aten.max_pool2d_with_indices.default:
+        return False
+    x = _operand(node)
     plain = x.dim() == 4 and x.device.type == "cpu" and x.is_contiguous() and x.dtype in EXACT_DTYPES
-    return plain and x.shape[1] >= 8 and 1 << 13 <= x.numel() <= 1 << 22
+    return plain and x.shape[1] >= 8 and x.numel() >= 1 << 13
+
+
+def _operand(node: fx.Node) -> Tensor:
+    # Any: an argument of a node.
+    operand: Any = node.args[0]
+    return operand.meta["val"]
 
 
 def _has_short_rows(node: fx.Node) -> bool:
@@ -53,7 +66,7 @@ def _has_short_rows(node: fx.Node) -> bool:
     # Any: arguments of a node.
     args: Any = node.args
     dim = args[1] if node.target is aten._log_softmax.default else args[2]
-    x: Tensor = args[0].meta["val"]
+    x = _operand(node)
     value: Tensor = node.meta["val"]
     if x.device.type != "cpu" or x.dtype not in _FLOATS or value.dtype != x.dtype or x.dim() < 2:
         return False

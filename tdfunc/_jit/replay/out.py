@@ -39,6 +39,53 @@ class OutCall(NamedTuple):
     names: tuple[str, ...]
 
 
+def _copy(x: Tensor, *, out: Tensor, **_: Any) -> Tensor:
+    return out.copy_(x)
+
+
+def _leave(*_args: Any, out: Tensor, **_: Any) -> Tensor:
+    return out
+
+
+def _zero(*_args: Any, out: Tensor, **_: Any) -> Tensor:
+    return out.zero_()
+
+
+def _one(*_args: Any, out: Tensor, **_: Any) -> Tensor:
+    return out.fill_(1)
+
+
+def _fill(_size: Any, value: Any, *, out: Tensor, **_: Any) -> Tensor:
+    return out.fill_(value)
+
+
+def _slice_backward(grad: Tensor, _sizes: list[int], *where: int, out: Tensor) -> Tensor:
+    aten.slice.Tensor(out.zero_(), *where).copy_(grad)
+    return out
+
+
+def _select_backward(grad: Tensor, _sizes: list[int], *where: int, out: Tensor) -> Tensor:
+    aten.select.int(out.zero_(), *where).copy_(grad)
+    return out
+
+
+# What they compute is written here: the overloads that torch has generated for them compute a result and copy it.
+_WRITTEN: dict[Any, Callable[..., Tensor]] = {
+    aten.clone.default: _copy,
+    aten._to_copy.default: _copy,
+    aten.empty_like.default: _leave,
+    aten.full.default: _fill,
+    aten.full_like.default: _fill,
+    aten.zeros.default: _zero,
+    aten.zeros_like.default: _zero,
+    aten.new_zeros.default: _zero,
+    aten.ones.default: _one,
+    aten.ones_like.default: _one,
+    aten.slice_backward.default: _slice_backward,
+    aten.select_backward.default: _select_backward,
+}
+
+
 # Any: an overload of torch.ops.
 @functools.cache
 def find_out(operation: Any) -> OutCall | None:
@@ -47,8 +94,8 @@ def find_out(operation: Any) -> OutCall | None:
     torch has generated such an overload for most operations, and most of these compute a result and copy it. Those
     with a kernel of the CPU are the others.
     """
-    if operation in (aten.clone.default, aten._to_copy.default):
-        return OutCall(_copy, ("out",))
+    if operation in _WRITTEN:
+        return OutCall(_WRITTEN[operation], ("out",))
     if operation in _WITH_NUMBERS:
         return OutCall(_WITH_NUMBERS[operation], ("out",))
     schema = getattr(operation, "_schema", None)
@@ -78,7 +125,3 @@ def _has_own_kernel(overload: Any) -> bool:
     return overload in _FOR_ALL_DEVICES or has_kernel(
         overload._schema.name + "." + overload._schema.overload_name, "CPU"
     )
-
-
-def _copy(x: Tensor, *, out: Tensor, **_: Any) -> Tensor:
-    return out.copy_(x)
