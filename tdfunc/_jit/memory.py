@@ -107,6 +107,10 @@ class Memory:
             storage = self._merged[storage]
         return storage
 
+    def precedes(self, node: fx.Node, other: fx.Node) -> bool:
+        """Return whether a node runs before another."""
+        return self._place[node] < self._place[other]
+
     def is_written(self, node: fx.Node) -> bool:
         """Return whether anything writes to a node's memory."""
         return any(map(self._writes.get, self.of(node)))

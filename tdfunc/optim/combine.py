@@ -18,7 +18,7 @@ from tdfunc.ops.edits.structure import keep_leaves, part_leaves
 from tdfunc.optim.apart import lie_apart
 from tdfunc.optim.base import AbstractOptimizer, How
 from tdfunc.optim.checks import check_active, check_keys, check_state, check_tree
-from tdfunc.optim.execution import carry_graph, grads_of, select_members, takes_kernels
+from tdfunc.optim.execution import carry_graph, grads_of, order, select_members, takes_kernels
 from tdfunc.optim.gradient_maps import GradientMap
 from tdfunc.optim.lists import Leaves
 
@@ -48,9 +48,13 @@ class Chain(AbstractOptimizer):
             given = list_leaves(grads)
         # Maps read parameters, which may require grad for the loss alone.
         with grads_of(leaves, given):
+            if self.maps and len(given) == len(leaves) and takes_kernels([*leaves, *given]):
+                given = order(given, leaves)
+                grads = rebuild(grads, given)
             if self.maps and how.active is not None and given:
                 check_active("chain", how.active, params._batch_size)
-                grads = _without_inactive(grads, given, how.active)
+                if any([item.joins_members for item in self.maps]):
+                    grads = _without_inactive(grads, given, how.active)
             for item in self.maps:
                 grads = item(grads, params)
         return how.step(self.last, params, grads, state)

@@ -39,6 +39,28 @@ def grads_of(params: Leaves, grads: Leaves | None = None) -> "torch.set_grad_ena
     return torch.set_grad_enabled(torch.is_grad_enabled() and followed)
 
 
+def order(grads: Leaves, like: Leaves) -> Leaves:
+    """Return gradients in the order of their parameters' elements.
+
+    The gradient of a stacked linear layer is turned. A replay computes it in this order (`_jit/replay/products.py`).
+    """
+    ordered: Leaves = []
+    for grad, param in zip(grads, like, strict=True):
+        is_turned = grad.layout is torch.strided and param.is_contiguous() and not grad.is_contiguous()
+        ordered.append(grad.contiguous() if is_turned else grad)
+    return ordered
+
+
+def restore_members(leaves: Leaves, reads: Leaves) -> None:
+    """Overwrite the rows of inactive members; reads a bool for each member, and then the leaves with the old rows."""
+    active, *old = reads
+    if active.all():
+        return
+    stopped = ~active
+    for leaf, before in zip(leaves, old, strict=True):
+        leaf[stopped] = before[stopped]
+
+
 def select_members(active: Tensor, new: Leaves, old: Leaves) -> Leaves:
     """Return the new leaves where a member is active, else the old ones."""
     masks = spread(active, new, dtype=torch.bool)

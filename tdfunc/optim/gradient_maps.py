@@ -28,6 +28,8 @@ class GradientMap:
     leaves: Callable[[TensorCollection, Leaves], Leaves] | None = None
     # Of the gradients and the parameters.
     pairs: Callable[[TensorCollection, Leaves, Leaves], Leaves] | None = None
+    # Whether the new gradients of a member depend on other members.
+    joins_members: bool = True
 
     def __repr__(self) -> str:
         return self.name
@@ -94,7 +96,7 @@ def clip_by_member_norm(max_norm: float) -> GradientMap:
 def _make(name: str, max_norm: float, *, members: bool) -> GradientMap:
     if max_norm != math.inf:
         check_hyper(name, "max_norm", max_norm, 0.0)
-    return GradientMap(name, partial(_clip, max_norm, members))
+    return GradientMap(name, partial(_clip, max_norm, members), joins_members=not members)
 
 
 def _clip(max_norm: float, members: bool, grads: TensorCollection, leaves: Leaves) -> Leaves:
@@ -162,7 +164,7 @@ def adaptive_grad_clip(clipping: float, *, eps: float = 1e-3) -> GradientMap:
     """
     check_hyper("adaptive_grad_clip", "clipping", clipping, 0.0)
     check_hyper("adaptive_grad_clip", "eps", eps, 0.0)
-    return GradientMap("adaptive_grad_clip", pairs=partial(_clip_units, clipping, eps))
+    return GradientMap("adaptive_grad_clip", pairs=partial(_clip_units, clipping, eps), joins_members=False)
 
 
 def _clip_units(clipping: float, eps: float, grads: TensorCollection, leaves: Leaves, params: Leaves) -> Leaves:
@@ -214,7 +216,7 @@ def add_decayed_weights(weight_decay: float, where: "FilterLike | None" = None) 
     chosen = None
     if where is not None:
         chosen = Filter(where)
-    return GradientMap("add_decayed_weights", pairs=partial(_add_decay, weight_decay, chosen))
+    return GradientMap("add_decayed_weights", pairs=partial(_add_decay, weight_decay, chosen), joins_members=False)
 
 
 def _add_decay(factor: float, where: Filter | None, grads: TensorCollection, leaves: Leaves, params: Leaves) -> Leaves:

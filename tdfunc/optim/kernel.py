@@ -330,11 +330,13 @@ class Replay:
     Args:
         kernel: The kernel for tensors of any layout.
         shorten: A function that returns a shorter way for tensors laid out like these, or None.
+        layout: The order of the tensors.
     """
 
-    def __init__(self, kernel: Kernel, shorten: Callable[[Leaves, Leaves], Short | None]) -> None:
+    def __init__(self, kernel: Kernel, shorten: Callable[[Leaves, Leaves], Short | None], layout: Layout) -> None:
         self._kernel = kernel
         self._shorten = shorten
+        self._layout = layout
         self._looked = False
         self._short: Short | None = None
 
@@ -345,6 +347,18 @@ class Replay:
             self._looked = True
         if self._short is None or not self._short(writes, reads):
             self._kernel(writes, reads)
+
+    def again(self) -> "Replay":
+        """Return the same kernel for tensors of another layout."""
+        return Replay(self._kernel, self._shorten, self._layout)
+
+    def count_apart(self, writes: Leaves, reads: Leaves) -> int:
+        """Return the number of leaves, if a step of some elements is one call and no other elements matter; else 0."""
+        n = self._layout.count_leaves(reads)
+        # A hyperparameter with a value for each member would have to be cut as well.
+        if any([x.dim() for x in reads[n + 1 :]]) or self._shorten(writes, reads) is None:
+            return 0
+        return n
 
 
 # Any: schedules and floats.

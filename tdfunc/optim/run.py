@@ -17,7 +17,7 @@ from tdfunc.core.context import in_functorch, is_compiling
 from tdfunc.optim.apart import lie_apart
 from tdfunc.optim.base import How
 from tdfunc.optim.checks import warn_graph
-from tdfunc.optim.execution import carry_graph, select_members, takes_kernels
+from tdfunc.optim.execution import carry_graph, order, restore_members, select_members, takes_kernels
 from tdfunc.optim.kernel import Layout, Read, Replay, Written, promote, shorten, step_in_place
 from tdfunc.optim.lists import Leaves, Lists, join_complex, place_alike, restore, split_complex
 from tdfunc.optim.rule import Rule, Slots, Values, Work, number_of_step, read_values
@@ -80,6 +80,7 @@ class Run:
             return new, new_slots, new_scalars
         active = self.how.active
         layout = Layout(tuple(slots), tuple(scalars), tuple(self.tensors))
+        grads = order(grads, params)
         old = layout.join_written(Written(params, slots, scalars))
         reads = layout.join_read(Read(grads, self.count, self.tensors))
         # To keep a member as it is, its old values must be there after the step.
@@ -90,7 +91,7 @@ class Run:
                 new = list(torch._foreach_clone(old))  # pyright: ignore[reportPrivateImportUsage]
             self._call_kernel(layout, new, reads)
             if active is not None:
-                new = select_members(active, new, old)
+                new = self._keep_inactive(active, new, old)
         _keep_requires_grad(new, params)
         after = layout.split_written(new, len(params))
         return after.params, after.slots, after.scalars
@@ -102,7 +103,19 @@ class Run:
         if trace is None:
             kernel(writes, reads)
         else:
-            trace.call(Replay(kernel, partial(shorten, self.rule, self.hyper, layout)), writes, reads)
+            trace.call(Replay(kernel, partial(shorten, self.rule, self.hyper, layout), layout), writes, reads)
+
+    def _keep_inactive(self, active: Tensor, new: Leaves, old: Leaves) -> Leaves:
+        """Return the new leaves with the old rows of inactive members."""
+        # On another device the members would have to be waited for.
+        if any([leaf.device.type != "cpu" for leaf in (active, *old)]):
+            return select_members(active, new, old)
+        trace = recorder()
+        if trace is None:
+            restore_members(new, [active, *old])
+        else:
+            trace.call(restore_members, new, [active, *old])
+        return new
 
     def _names_in(self, layout: Layout) -> list[str]:
         """Return the names of the tensors in both flat lists."""

@@ -18,7 +18,9 @@ from tdfunc._jit.replay.kernels import EXACT_DTYPES, find_kernel
 from tdfunc._jit.replay.out import find_out
 from tdfunc._jit.replay.pool import Pool
 from tdfunc._jit.replay.probed import find_probed_pieces
+from tdfunc._jit.replay.products import turn_products
 from tdfunc._jit.replay.rows import find_row_pieces
+from tdfunc._jit.replay.steps import split_steps
 from tdfunc.core.memory import storage_id
 
 aten = torch.ops.aten
@@ -92,7 +94,10 @@ def compile_graph(
     `constants` has the tensors that the graph reads besides them.
     """
     _join_views(graph)
+    turn_products(graph)
     memory.read(graph)
+    if pool is not None:
+        split_steps(graph, memory, pool)
     writer = _Writer(graph, constants, memory, pool)
     lines: list[str] = []
     names: list[str] = []

@@ -44,7 +44,7 @@ class Pieces:
     def __call__(self, *args: Any, outs: list[Tensor], **kwargs: Any) -> Any:
         """Return `outs` as the operation returns its results."""
         results: Any = None
-        for begin in range(0, self._cut.units, self._cut.at_once):
+        for begin in self.begins():
             results = self.compute(begin, *args, **kwargs)
             for out, dim, result in zip(outs, self._cut.results, list_tensors(results), strict=True):
                 self.cut(out, dim, begin).copy_(result)
@@ -52,6 +52,10 @@ class Pieces:
             return outs[0]
         given = iter(outs)
         return [None if result is None else next(given) for result in results]
+
+    def begins(self) -> range:
+        """Return the first unit of each piece."""
+        return range(0, self._cut.units, self._cut.at_once)
 
     def compute(self, begin: int, *args: Any, **kwargs: Any) -> Any:
         """Return the results of one piece."""

@@ -27,6 +27,26 @@ _PERIOD = 65_537
 _STATISTICS = ("weight", "running_mean", "running_var", "save_mean", "save_invstd")
 
 
+class Like(NamedTuple):
+    """What a tensor is, without its numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Like":
+        """Return the description of a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def make(self) -> Tensor:
+        """Return such a tensor of random numbers."""
+        last = sum([(size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)])
+        generator = torch.Generator("cpu").manual_seed(last)
+        numbers = torch.rand(_PERIOD, dtype=self.dtype, device="cpu", generator=generator)
+        return numbers.repeat(last // _PERIOD + 1).as_strided(self.shape, self.stride)
+
+
 class ProbedPieces:
     """A function of an operation's arguments that computes it in pieces, if these have the bits of the whole."""
 
@@ -48,7 +68,7 @@ class ProbedPieces:
     def find_pieces(self, args: Sequence[Any]) -> Pieces | None:
         """Return what computes arguments like these in pieces, as torch is set now; None if no size has the bits."""
         described = tuple(map(_describe, args))
-        return _find_pieces(self._operation, self._cut, self._counts, described, _read_settings())
+        return _find_pieces(self._operation, self._cut, self._counts, described, read_settings())
 
 
 def find_probed_pieces(node: fx.Node) -> ProbedPieces | None:
@@ -59,6 +79,11 @@ def find_probed_pieces(node: fx.Node) -> ProbedPieces | None:
     cut = find_cut(name_operands(node))
     if cut is None or len(tensors_of(node)) != len(cut.results):
         return None
+    return probe(node, cut)
+
+
+def probe(node: fx.Node, cut: Cut) -> ProbedPieces | None:
+    """Return the call that computes a node in pieces; None if they have other bits."""
     pieces = ProbedPieces(node.target, cut, _list_counts(node, cut))
     if pieces.find_pieces(node.args) is None:
         return None
@@ -146,26 +171,11 @@ def _describe(value: Any) -> Any:
     if isinstance(value, fx.Node):
         value = value.meta["val"]
     if isinstance(value, Tensor):
-        return _Like(tuple(value.shape), value.stride(), value.dtype)
+        return Like.of(value)
     return tuple(value) if isinstance(value, list) else value
 
 
-class _Like(NamedTuple):
-    """What a tensor is, without its numbers."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def make(self) -> Tensor:
-        """Return such a tensor of random numbers."""
-        last = sum([(size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)])
-        generator = torch.Generator("cpu").manual_seed(last)
-        numbers = torch.rand(_PERIOD, dtype=self.dtype, device="cpu", generator=generator)
-        return numbers.repeat(last // _PERIOD + 1).as_strided(self.shape, self.stride)
-
-
-def _read_settings() -> tuple[Any, ...]:
+def read_settings() -> tuple[Any, ...]:
     """Return what chooses the algorithms of convolutions, besides the shapes."""
     # Private: the public name opens a context to read it.
     is_enabled = torch._C._get_mkldnn_enabled()
@@ -182,7 +192,7 @@ def _find_pieces(
     """Return the pieces whose first one has the bits that it has in the whole, for random operands."""
     if not counts:
         return None
-    args = [each.make() if isinstance(each, _Like) else each for each in described]
+    args = [each.make() if isinstance(each, Like) else each for each in described]
     whole = list_tensors(operation(*args))
     names = list_arguments(operation)
     for count in counts:
