@@ -20,6 +20,25 @@ _weight_norm_function: Any = vars(torch)["_weight_norm"]
 _EPSILON = 1e-7
 
 
+def _linear(mode: TorchFunctionMode, func: Any, /, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """One product for each member, also of inputs that are turned; torch copies the weights for each leading index."""
+    if _has_turned_rows(input, weight):
+        rows = input.flatten(0, -2)
+        return func(rows, weight, bias).reshape(*input.shape[:-1], weight.shape[0])
+    return func(input, weight, bias)
+
+
+def _matmul(mode: TorchFunctionMode, func: Any, /, input: Tensor, other: Any, *, out: Tensor | None = None) -> Any:
+    if out is None and isinstance(other, Tensor) and _has_turned_rows(input, other):
+        return func(input.flatten(0, -2), other).reshape(*input.shape[:-1], other.shape[1])
+    return func(input, other) if out is None else func(input, other, out=out)
+
+
+def _has_turned_rows(input: Tensor, weight: Tensor) -> bool:
+    """Return whether inputs of more than one leading dimension are not contiguous, and members differ in weights."""
+    return input.dim() > 2 and weight.dim() == 2 and not input.is_contiguous() and is_batched(weight)
+
+
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """`sum_ij input1[i] weight[o, i, j] input2[j]` for each output o."""
     if weight.dim() != 3 or input1.shape[-1:] != weight.shape[1:2] or input1.dim() != input2.dim():
@@ -163,6 +182,10 @@ def _add_frames(frames: Tensor, hop: int) -> Tensor:
 
 
 RULES: dict[Any, Rule] = {
+    F.linear: _linear,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
     torch.bilinear: where_batched(_bilinear),
     _weight_norm_function: where_batched(_weight_norm),
     torch.renorm: where_batched(_renorm),

@@ -235,6 +235,14 @@ CASES = {
         for n in (2, 3)
     },
     # products and norms
+    "linear of turned inputs": of_one(
+        lambda x, w, b: F.linear(x.transpose(0, 1), w, b), random(2, 3, 4), random(5, 4), random(5)
+    ),
+    "linear of no rows": of_one(lambda x, w: F.linear(x.transpose(0, 1), w), random(0, 3, 4), random(5, 4)),
+    "linear of four dimensions": of_one(lambda x, w: F.linear(x.mT, weight=w), random(2, 3, 4, 2), random(5, 4)),
+    "product of turned inputs": of_one(lambda x, w: x.transpose(0, 1) @ w, random(2, 3, 4), random(4, 5)),
+    "product with a vector": of_one(lambda x, w: torch.matmul(x.transpose(0, 1), w), random(2, 3, 4), random(4)),
+    "product with batches": of_one(lambda x, w: x.transpose(0, 1).matmul(w), random(2, 3, 4), random(3, 4, 5)),
     "bilinear": of_one(F.bilinear, random(2, 4), random(2, 5), random(3, 4, 5), random(3)),
     "bilinear without bias": of_one(F.bilinear, random(2, 2, 4), random(2, 2, 5), random(3, 4, 5)),
     "renorm": of_one(lambda x: torch.renorm(x, 2, 1, 1.5), random(3, 4)),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd import gradgradcheck
 from torch.func import jvp, vjp, vmap
 
@@ -136,3 +137,27 @@ def test_a_function_that_a_library_wraps_has_its_rule(monkeypatch):
     monkeypatch.setattr(F, "rrelu", lambda *args, **kwargs: original(*args, **kwargs))
 
     torch.testing.assert_close(vmap(case.by_rule, case.dims)(*case.args), looped(case, case.fn), **TIGHT)
+
+
+class Turned(nn.Module):
+    """A layer over the first dimension, as mixers and sequence-first layers have."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 48)
+
+    def forward(self, x):
+        return self.linear(x.transpose(0, 1))
+
+
+def test_no_weight_is_copied_for_turned_inputs():
+    """Inputs that are turned have one product for each member; torch copies the weights for each leading index."""
+    apply, _, _ = tdf.functional(Turned())
+    params = tdf.init_ensemble(Turned, MEMBERS)
+    x = torch.randn(20, 30, 64)
+    run = vmap(apply, (0, None))
+    with torch.no_grad(), torch.profiler.profile(record_shapes=True) as profile:
+        run(params, x)
+    products = [tuple(event.input_shapes[0]) for event in profile.events() if event.name == "aten::bmm"]
+
+    assert set(products) == {(MEMBERS, 600, 64)}
