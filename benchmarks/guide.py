@@ -11,6 +11,7 @@ import tdfunc as tdf
 from benchmarks.models.small import Encoder, norm_cnn
 from benchmarks.rows import OURS, Case, Row, Suite, Way
 from benchmarks.training import LOOP
+from benchmarks.widths import REACH
 
 WIDTHS = {"MLP": (16, 64, 256, 512, 1024), "CNN": (8, 32), "transformer": (16, 64, 256)}
 MEMBERS = (8, 64)
@@ -102,12 +103,16 @@ def title_of(model: str, width: int, members: int) -> str:
     return f"{model}, {width} wide, {members} members"
 
 
-def guide_cases() -> Iterator[Case]:
+def settings() -> Iterator[tuple[str, int, int]]:
+    """Yield the model, the width and the number of members of each case."""
     for model, widths in WIDTHS.items():
         for width in widths:
-            for members in MEMBERS:
-                if (model, width, members) != LEFT_OUT:
-                    yield Case(title_of(model, width, members), guide_ways(model, width, members))
+            yield from [(model, width, members) for members in MEMBERS if (model, width, members) != LEFT_OUT]
+
+
+def guide_cases() -> Iterator[Case]:
+    for setting in settings():
+        yield Case(title_of(*setting), guide_ways(*setting))
 
 
 SUITE = Suite(
@@ -118,7 +123,7 @@ SUITE = Suite(
     "dropout behind two hidden layers of the given width; `widths` has the same CNN and transformer. The loop has "
     "modules, `clip_grad_norm_` and one `torch.optim.Adam(fused=True)` for each member.",
     guide_cases,
-    (Row("the step of the guide", LOOP, 0.95, "faster", (title_of("MLP", 512, 64),)),),
+    (Row("the step of the guide", LOOP, REACH, "faster", tuple([title_of(*setting) for setting in settings()])),),
     (guide_ways,),
     compiles=True,
 )

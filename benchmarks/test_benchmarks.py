@@ -603,6 +603,7 @@ CONTRACT = [
     *((f"training step of any width, {model}", rival, 0.95)
       for rival in ("loop of fused torch.optim", "torch.func, one fused torch.optim")
       for model in ("MLP", "CNN", "transformer")),
+    ("the step of the guide", "loop of fused torch.optim", 0.95),
     ("Adam step of LSTMs", "loop of fused torch.optim", 0.97),
     ("Adam step of 16 or more small LSTMs", "loop of fused torch.optim", 1.6),
     ("Adam step of GRUs", "loop of fused torch.optim", 2),

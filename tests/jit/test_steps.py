@@ -142,6 +142,17 @@ def test_other_threads_between_calls():
                 assert_same(step(params, state, x), fn(params, state, x))
 
 
+def test_captured_gradients():
+    """Gradients that the function has captured are stepped as they are."""
+    opt, params = OPTIMIZERS["adam"], random_params(MEMBERS, 32, 64, 16)
+    grads = random_params(MEMBERS, 32, 64, 16, seed=1)
+    fn, state = (lambda params, state: opt.update(params, grads, state)), opt.init(params)
+    with pool_all_sizes():
+        step = tdf.jit(fn, captures="constants")
+        step(params, state)
+        assert_same(step(params, state), fn(params, state))
+
+
 @pytest.mark.slow
 def test_the_pool_holds_no_gradient():
     """Of a layer of 16 MB, the pool holds the old and the new parameters and averages."""

@@ -1,7 +1,7 @@
 """Operations that are computed in pieces only where a probe finds the bits of the whole: convolutions, batch norms.
 
 oneDNN chooses the algorithm of a convolution by its shape, and algorithms round differently. No algorithm is chosen by
-the numbers. Therefore the first piece of random operands is compared with the same part of the whole.
+the numbers. Therefore the first and the last piece of random operands are compared with these parts of the whole.
 """
 
 import functools
@@ -189,7 +189,7 @@ def read_settings() -> tuple[Any, ...]:
 def _find_pieces(
     operation: Any, cut: Cut, counts: tuple[int, ...], described: tuple[Any, ...], _settings: tuple[Any, ...]
 ) -> Pieces | None:
-    """Return the pieces whose first one has the bits that it has in the whole, for random operands."""
+    """Return the pieces whose first and last one have the bits that they have in the whole, for random operands."""
     if not counts:
         return None
     args = [each.make() if isinstance(each, Like) else each for each in described]
@@ -197,8 +197,15 @@ def _find_pieces(
     names = list_arguments(operation)
     for count in counts:
         pieces = Pieces(operation, names, cut._replace(at_once=count))
-        first = list_tensors(pieces.compute(0, *args))
-        parts = [pieces.cut(value, dim, 0) for value, dim in zip(whole, cut.results, strict=True)]
-        if all(map(torch.equal, first, parts)):
+        begins = pieces.begins()
+        if all([_is_part(pieces, begin, args, whole, cut.results) for begin in (begins[0], begins[-1])]):
             return pieces
     return None
+
+
+# Any: arguments of the operation.
+def _is_part(pieces: Pieces, begin: int, args: list[Any], whole: list[Tensor], dims: tuple[int, ...]) -> bool:
+    """Return whether a piece has the bits that it has in the whole."""
+    piece = list_tensors(pieces.compute(begin, *args))
+    parts = [pieces.cut(value, dim, begin) for value, dim in zip(whole, dims, strict=True)]
+    return all(map(torch.equal, piece, parts))

@@ -112,42 +112,61 @@ def split_steps(graph: fx.Graph, memory: Memory, pool: Pool) -> None:
     memory.read(graph)
 
 
+class _Part(NamedTuple):
+    """A leaf that is stepped in parts, and the nodes of what these are made of."""
+
+    large: _Large
+    factors: tuple[fx.Node, ...]
+    sources: list[fx.Node]
+
+
 def _split(graph: fx.Graph, node: fx.Node, memory: Memory, pool: Pool) -> None:
-    # Any: lists of nodes.
-    given: Any = node.args
-    writes, reads = given
-    step = node.target.fn  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
-    leaves = step.count_apart([_value(each) for each in writes], [_value(each) for each in reads])
-    large: list[_Large] = []
-    sources: list[fx.Node] = []
-    factors: list[fx.Node] = []
-    for leaf in range(leaves):
-        own = writes[leaf::leaves]
-        product = _find_product(reads[leaf])
-        if reads.count(reads[leaf]) > 1 or product is None or not _is_large(product, node, own, memory, pool):
-            continue
-        pieces = probe(product, _PRODUCT._replace(units=len(_value(product))))
-        if pieces is None:
-            continue
-        copied = [source for source in [_find_source(write, node, memory) for write in own] if source is not None]
-        is_copied = len(copied) == len(own)
-        large.append(_Large(leaf, pieces, product is not reads[leaf], is_copied))
-        factors += product.args  # pyright: ignore[reportOperatorIssue]
-        if is_copied:
-            sources += copied
-    if not large:
+    # Any: lists of nodes, and a function of a deferred call.
+    args: Any = node.args
+    target: Any = node.target
+    writes, reads = args
+    # A captured tensor is known at the replay only.
+    if any(["val" not in each.meta for each in (*writes, *reads)]):
+        return
+    leaves = target.fn.count_apart([_value(each) for each in writes], [_value(each) for each in reads])
+    found = [_find_part(node, leaf, leaves, memory, pool) for leaf in range(leaves)]
+    parts = [part for part in found if part is not None]
+    if not parts:
         return
     new = [*writes]
-    for each in large:
-        if each.is_copied:
-            new[each.leaf :: leaves] = [_leave_uncopied(graph, write) for write in writes[each.leaf :: leaves]]
-    given = {each.leaf for each in large}
-    grads = [reads[leaf] for leaf in given]
-    node.args = (new, [read for i, read in enumerate(reads) if i not in given], sources, factors)
-    node.target = Deferred(StepInParts(step, leaves, large))
+    for part in parts:
+        if part.sources:
+            own = slice(part.large.leaf, None, leaves)
+            new[own] = [_leave_uncopied(graph, write) for write in writes[own]]
+    grads = [reads[part.large.leaf] for part in parts]
+    small = [read for read in reads if read not in grads]
+    sources = [source for part in parts for source in part.sources]
+    node.args = (new, small, sources, [factor for part in parts for factor in part.factors])
+    node.target = Deferred(StepInParts(target.fn, leaves, [part.large for part in parts]))
     node.meta["writes"] = new
     for grad in grads:
         _erase_chain(graph, grad)
+
+
+def _find_part(node: fx.Node, leaf: int, leaves: int, memory: Memory, pool: Pool) -> _Part | None:
+    """Return how a step takes a leaf in parts; None if it takes it as a whole."""
+    # Any: lists of nodes.
+    args: Any = node.args
+    writes, reads = args
+    own = writes[leaf::leaves]
+    grad = reads[leaf]
+    product = _find_product(grad)
+    if product is None or reads.count(grad) > 1 or not _is_large(product, node, own, memory, pool):
+        return None
+    pieces = probe(product, _PRODUCT._replace(units=len(_value(product))))
+    if pieces is None:
+        return None
+    # Any: nodes.
+    factors: Any = product.args
+    sources = [source for source in [_find_source(write, node, memory) for write in own] if source is not None]
+    if len(sources) < len(own):
+        sources = []
+    return _Part(_Large(leaf, pieces, product is not grad, bool(sources)), factors, sources)
 
 
 def _value(node: fx.Node) -> Tensor:
