@@ -53,7 +53,8 @@ class Chain(AbstractOptimizer):
                 grads = rebuild(grads, given)
             if self.maps and how.active is not None and given:
                 check_active("chain", how.active, params._batch_size)
-                if any([item.joins_members for item in self.maps]):
+                # Any function may be a map.
+                if any([getattr(item, "joins_members", True) for item in self.maps]):
                     grads = _without_inactive(grads, given, how.active)
             for item in self.maps:
                 grads = item(grads, params)

@@ -38,7 +38,7 @@ FUNCTIONS = {
     "depthwise": (lambda x, w: F.conv2d(x, w, groups=4), (3, 4, 8, 8), (4, 1, 3, 3)),
     "points": (F.conv2d, (3, 16, 8, 8), (16, 16, 1, 1)),
     "batch norm": (norm, (3, 4, 5, 5), (4,)),
-    "group norm": (lambda x, w: F.group_norm(x * w, 2), (3, 4, 5, 5), (1,)),
+    "group norm": (lambda x, w: F.group_norm(x * w, 2), (64, 4, 5, 5), (1,)),
     "nearest": (lambda x, w: F.interpolate(x * w, scale_factor=2), (3, 4, 5, 5), (1,)),
     "bilinear": (lambda x, w: F.interpolate(x * w, scale_factor=2, mode="bilinear"), (3, 4, 5, 5), (1,)),
 }
@@ -176,7 +176,7 @@ def test_other_settings_are_probed_again(monkeypatch):
 
 
 def test_pieces_with_other_bits_are_not_used(monkeypatch):
-    """An operation is computed whole where the first piece has other bits, and each size of pieces is tried."""
+    """An operation is computed whole where a piece has other bits, and each size of pieces is tried."""
     tried = []
 
     class Other(probed.Pieces):
@@ -193,7 +193,48 @@ def test_pieces_with_other_bits_are_not_used(monkeypatch):
         assert torch.equal(step(x, weight), of_members(F.conv2d)(x, weight))
 
     # Of 6 members: pieces of 1, 2 and 3.
-    assert len(tried) == 3
+    assert len(set(tried)) == 3
+
+
+@pytest.mark.parametrize("side", [745, 577])
+def test_few_numbers_are_not_compared(side):
+    """The gradient of a weight that is one number may be equal by chance: then it is computed as a whole."""
+    x, weight = torch.randn(3, 2, 1, side, side), torch.randn(3, 3, 1, 1, 1)
+    fn = make_step(F.conv2d, of_members(F.conv2d))
+    step = tdf.jit(fn)
+    step(x + 1, weight)
+
+    assert same(step(x, weight), fn(x, weight))
+
+
+@pytest.mark.parametrize("fn", [lambda x: F.layer_norm(x, (64,)), lambda x: F.group_norm(x[..., None], 4)])
+def test_no_rows(fn):
+    """Results without numbers are results."""
+    with pool_all_sizes():
+        step = tdf.jit(lambda x, weight: (fn(x), weight * 2))
+        step(torch.ones(0, 64), torch.ones(8))
+
+        assert step(torch.ones(0, 64), torch.ones(8))[0].numel() == 0
+
+
+@pytest.mark.parametrize("shape", [(64, 16), (16, 64), (3, 4, 5), (2, 6, 4, 4)])
+@pytest.mark.parametrize("order", ["contiguous", "turned", "last"])
+def test_batch_norms_of_any_order(shape, order):
+    """Torch's kernel for given memory does not write the mean of inputs that are not contiguous."""
+    x = torch.randn(shape)
+    if order == "turned":
+        x = torch.randn(*shape[:-2], shape[-1], shape[-2]).mT
+    if order == "last" and x.dim() == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+
+    def fn(x):
+        return F.batch_norm(x, None, None, training=True)
+
+    with pool_all_sizes():
+        step = tdf.jit(fn)
+        step(x + 1)
+        for _ in range(3):
+            assert torch.equal(step(x), fn(x))
 
 
 def test_under_autocast():

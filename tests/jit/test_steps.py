@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tdfunc as tdf
+from tdfunc import TensorDict
+from tdfunc._jit.replay import products
 from tests.helpers import examples
 from tests.jit.blocks import calls_of, pool_all_sizes, threads
 from tests.jit.test_products import assert_same, make_step, random_params
@@ -15,6 +17,7 @@ from tests.jit.test_products import assert_same, make_step, random_params
 MEMBERS = 4
 CONSTANT = torch.tensor(0.01)
 RATES = torch.tensor([0.1, 0.01, 0.02, 0.03])
+FACTORS = {"left": (8, 64), "right": (64, 32)}
 OPTIMIZERS = {
     "adam": tdf.optim.adam(1e-2),
     "adamw": tdf.optim.adamw(1e-2),
@@ -140,6 +143,56 @@ def test_other_threads_between_calls():
         for count in (2, 1):
             with threads(count):
                 assert_same(step(params, state, x), fn(params, state, x))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_leaves_that_are_factors(donate):
+    """A leaf that is a factor of another leaf's gradient is not overwritten before."""
+    opt = OPTIMIZERS["adam"]
+    generator = torch.Generator().manual_seed(0)
+    leaves = {name: torch.randn(MEMBERS, *shape, generator=generator) for name, shape in FACTORS.items()}
+    params = TensorDict(leaves, [MEMBERS])
+
+    def make(donate):
+        def step(params, state):
+            grads = torch.func.grad(lambda p: (p["left"] @ p["right"]).sin().sum())(params)
+            return opt.update(params, grads, state, donate=donate)
+
+        return step
+
+    with pool_all_sizes():
+        step = tdf.jit(make(donate))
+        step(params.clone(), opt.init(params))
+        assert_same(step(params.clone(), opt.init(params)), make(False)(params, opt.init(params)))
+
+
+def test_results_that_are_factors_and_donated():
+    """The same for leaves that the function has computed."""
+    opt = OPTIMIZERS["adam"]
+    params = TensorDict({"p": torch.randn(MEMBERS, 8, 64), "w": torch.randn(MEMBERS, 32, 64)}, [MEMBERS])
+
+    def steps(params, state):
+        for i in range(2):
+            grads = torch.func.grad(lambda q: torch.vmap(F.linear)(q["p"], q["w"]).sin().sum())(params)
+            params, state = opt.update(params, grads, state, donate=i > 0)
+        return params, state
+
+    with pool_all_sizes():
+        step = tdf.jit(steps)
+        step(params, opt.init(params))
+        assert_same(step(params, opt.init(params)), steps(params, opt.init(params)))
+
+
+@pytest.mark.parametrize("name", ["adam", "clipped"])
+def test_gradients_that_are_copies_of_turned_products(name, monkeypatch):
+    """Where turned factors have other bits, each part of the product is turned in the cache."""
+    monkeypatch.setattr(products, "_has_turned_bits", lambda *_: False)
+    opt, params, x = OPTIMIZERS[name], random_params(MEMBERS, 32, 64, 16), torch.randn(8, 32)
+    fn, state = make_step(opt), opt.init(params)
+    with pool_all_sizes():
+        step = tdf.jit(fn)
+        step(params, state, x + 1)
+        assert_same(step(params, state, x), fn(params, state, x))
 
 
 def test_captured_gradients():

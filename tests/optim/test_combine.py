@@ -1,6 +1,7 @@
 """Clipping, chains and masks."""
 
 import copy
+import math
 import pickle
 import re
 from functools import partial
@@ -211,3 +212,26 @@ def test_optimizers_travel(name, send, generator):
 
     assert repr(sent) == repr(opt)
     assert_trees_equal(sent.update(params, grads, state), opt.update(params, grads, state))
+
+
+@pytest.mark.parametrize("active", [None, torch.tensor([True, False])])
+def test_any_function_is_a_map(active):
+    """A function in a chain gets the gradients, those of inactive members as zeros."""
+    seen = []
+    opt = optim.chain(lambda grads, params: seen.append(grads) or grads, optim.sgd(1.0))
+    params = TensorDict({"w": torch.ones(2)}, [2])
+    new, _ = opt.update(params, params, opt.init(params), active=active)
+
+    assert new["w"].tolist() == [0.0, 0.0 if active is None else 1.0]
+    assert seen[0]["w"].tolist() == [1.0, 1.0 if active is None else 0.0]
+
+
+def test_clips_by_member_leave_inactive_gradients():
+    """A NaN of a member that takes no step reaches no other one, in a replay as well."""
+    opt = optim.chain(optim.clip_by_member_norm(0.5), optim.sgd(1.0))
+    params = TensorDict({"w": torch.zeros(3, 2)}, [3])
+    grads = TensorDict({"w": torch.tensor([[3.0, 4.0], [math.nan, 1.0], [0.3, 0.0]])}, [3])
+    active = torch.tensor([True, False, True])
+    for update in (opt.update, jit(opt.update)):
+        new, _ = update(params, grads, opt.init(params), active=active)
+        torch.testing.assert_close(new["w"], torch.tensor([[-0.3, -0.4], [0.0, 0.0], [-0.3, 0.0]]))

@@ -69,6 +69,13 @@ def _select_backward(grad: Tensor, _sizes: list[int], *where: int, out: Tensor) 
     return out
 
 
+def _batch_norm(x: Tensor, *args: Any, out: Tensor, **outs: Tensor) -> Any:
+    # torch 2.13 leaves `save_mean` as it is, and reads it, where these are not contiguous.
+    if x.is_contiguous() and out.is_contiguous():
+        return aten.native_batch_norm.out(x, *args, out=out, **outs)
+    return aten.native_batch_norm.default(x, *args)
+
+
 # What they compute is written here: the overloads that torch has generated for them compute a result and copy it.
 _WRITTEN: dict[Any, Callable[..., Tensor]] = {
     aten.clone.default: _copy,
@@ -96,6 +103,8 @@ def find_out(operation: Any) -> OutCall | None:
     """
     if operation in _WRITTEN:
         return OutCall(_WRITTEN[operation], ("out",))
+    if operation is aten.native_batch_norm.default:
+        return OutCall(_batch_norm, ("out", "save_mean", "save_invstd"))
     if operation in _WITH_NUMBERS:
         return OutCall(_WITH_NUMBERS[operation], ("out",))
     schema = getattr(operation, "_schema", None)

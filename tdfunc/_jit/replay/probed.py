@@ -1,10 +1,11 @@
 """Operations that are computed in pieces only where a probe finds the bits of the whole: convolutions, batch norms.
 
 oneDNN chooses the algorithm of a convolution by its shape, and algorithms round differently. No algorithm is chosen by
-the numbers. Therefore the first and the last piece of random operands are compared with these parts of the whole.
+the numbers. Therefore the first and the last pieces of random operands are compared with these parts of the whole.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ _PIECE_BYTES = 1 << 20
 _MAX_PIECE_BYTES = 16 << 20
 # Of pieces of several sizes, the smallest ones.
 _TRIED = 3
+# Of the numbers of a result that are compared: a few may be equal by chance.
+ENOUGH = 256
 # Of the random numbers, which are repeated: a prime, so that no two rows are equal.
 _PERIOD = 65_537
 _STATISTICS = ("weight", "running_mean", "running_var", "save_mean", "save_invstd")
@@ -77,7 +80,7 @@ def find_probed_pieces(node: fx.Node) -> ProbedPieces | None:
     if find_cut is None or node.kwargs or not has_one_dtype(node):
         return None
     cut = find_cut(name_operands(node))
-    if cut is None or len(tensors_of(node)) != len(cut.results):
+    if cut is None or len(tensors_of(node)) != len(cut.results) or cut.units == 0:
         return None
     return probe(node, cut)
 
@@ -189,7 +192,7 @@ def read_settings() -> tuple[Any, ...]:
 def _find_pieces(
     operation: Any, cut: Cut, counts: tuple[int, ...], described: tuple[Any, ...], _settings: tuple[Any, ...]
 ) -> Pieces | None:
-    """Return the pieces whose first and last one have the bits that they have in the whole, for random operands."""
+    """Return pieces that have the bits that they have in the whole, for random operands."""
     if not counts:
         return None
     args = [each.make() if isinstance(each, Like) else each for each in described]
@@ -197,10 +200,20 @@ def _find_pieces(
     names = list_arguments(operation)
     for count in counts:
         pieces = Pieces(operation, names, cut._replace(at_once=count))
-        begins = pieces.begins()
-        if all([_is_part(pieces, begin, args, whole, cut.results) for begin in (begins[0], begins[-1])]):
+        begins = _choose_begins(pieces, whole)
+        if begins and all([_is_part(pieces, begin, args, whole, cut.results) for begin in begins]):
             return pieces
     return None
+
+
+def _choose_begins(pieces: Pieces, whole: list[Tensor]) -> list[int]:
+    """Return the pieces to compare, from both ends, so that no result has few numbers; none if it has few in all."""
+    begins = list(pieces.begins())
+    fewest = min([value.numel() for value in whole])
+    if fewest < ENOUGH:
+        return []
+    compared = max(2, math.ceil(ENOUGH * len(begins) / fewest))
+    return sorted({*begins[: compared // 2], *begins[-math.ceil(compared / 2) :]})
 
 
 # Any: arguments of the operation.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from tdfunc._jit.replay.pieces import FLOATS
-from tdfunc._jit.replay.probed import Like, read_settings
+from tdfunc._jit.replay.probed import ENOUGH, Like, read_settings
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ def _find_product(node: fx.Node) -> fx.Node | None:
         return None
     factors = [factor.meta["val"] for factor in product.args]
     value = node.meta["val"]
-    if value.device.type != "cpu" or value.dtype not in FLOATS:
+    if value.device.type != "cpu" or value.dtype not in FLOATS or value.numel() < ENOUGH:
         return None
     return product if _has_turned_bits(Like.of(factors[0]), Like.of(factors[1]), read_settings()) else None
 

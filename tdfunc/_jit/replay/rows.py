@@ -35,6 +35,8 @@ def find_row_pieces(node: fx.Node) -> Pieces | None:
     """Return the call that computes a node some rows at a time; None if its rows depend on each other."""
     # Any: an overload of torch.ops.
     operation: Any = node.target
+    if not all([value.numel() for value in tensors_of(node)]):
+        return None
     if pools_faster(node):
         return Pieces(pool_last, list_arguments(operation), _cut_rows(node, ("self",)))
     names = _ROWS.get(operation)

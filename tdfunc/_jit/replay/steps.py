@@ -163,6 +163,9 @@ def _find_part(node: fx.Node, leaf: int, leaves: int, memory: Memory, pool: Pool
         return None
     # Any: nodes.
     factors: Any = product.args
+    # A donated leaf may be a factor of the gradient of another one.
+    if any([not memory.of(factor).isdisjoint(memory.of(write)) for factor in factors for write in writes]):
+        return None
     sources = [source for source in [_find_source(write, node, memory) for write in own] if source is not None]
     if len(sources) < len(own):
         sources = []
@@ -217,12 +220,13 @@ def _find_source(write: fx.Node, step: fx.Node, memory: Memory) -> fx.Node | Non
 
 def _erase_chain(graph: fx.Graph, node: fx.Node) -> None:
     """Erase a gradient, and the product that it is a copy of."""
-    # Any: the first argument of a node.
-    source: Any = node.args[0]
-    graph.erase_node(node)
+    chain: list[Any] = [node]
     if node.target is aten.clone.default:
-        graph.erase_node(source)
-        graph.erase_node(source.args[0])
+        # Any: the first arguments of nodes.
+        view: Any = node.args[0]
+        chain += [view, view.args[0]]
+    for each in chain:
+        graph.erase_node(each)
 
 
 def _leave_uncopied(graph: fx.Graph, write: fx.Node) -> fx.Node:
