@@ -36,6 +36,14 @@ OPTIMIZERS = {
 }
 
 
+def assert_replayed(fn, params, state, x):
+    """Check that a replay with blocks of the pool is the function."""
+    with pool_all_sizes():
+        step = tdf.jit(fn)
+        step(params, state, x + 1)
+        assert_same(step(params, state, x), fn(params, state, x))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("shape", [(32, 64), (30, 50)], ids=["vectors", "ends"])
 def test_steps_in_parts_are_the_step(name, shape):
@@ -111,10 +119,7 @@ def test_gradients_with_other_uses_are_whole():
         return opt.update(params, grads, state), grads["w"]
 
     state = opt.init(params)
-    with pool_all_sizes():
-        step = tdf.jit(fn)
-        step(params, state, x + 1)
-        assert_same(step(params, state, x), fn(params, state, x))
+    assert_replayed(fn, params, state, x)
 
 
 def test_a_copy_that_is_used_before_the_step():
@@ -127,10 +132,7 @@ def test_a_copy_that_is_used_before_the_step():
         return first, second, state
 
     state = opt.init(params)
-    with pool_all_sizes():
-        step = tdf.jit(fn)
-        step(params, state, x + 1)
-        assert_same(step(params, state, x), fn(params, state, x))
+    assert_replayed(fn, params, state, x)
 
 
 def test_other_threads_between_calls():
@@ -189,10 +191,7 @@ def test_gradients_that_are_copies_of_turned_products(name, monkeypatch):
     monkeypatch.setattr(products, "_has_turned_bits", lambda *_: False)
     opt, params, x = OPTIMIZERS[name], random_params(MEMBERS, 32, 64, 16), torch.randn(8, 32)
     fn, state = make_step(opt), opt.init(params)
-    with pool_all_sizes():
-        step = tdf.jit(fn)
-        step(params, state, x + 1)
-        assert_same(step(params, state, x), fn(params, state, x))
+    assert_replayed(fn, params, state, x)
 
 
 def test_captured_gradients():

@@ -216,7 +216,7 @@ def test_optimizers_travel(name, send, generator):
 
 @pytest.mark.parametrize("active", [None, torch.tensor([True, False])])
 def test_any_function_is_a_map(active):
-    """A function in a chain gets the gradients, those of inactive members as zeros."""
+    """A function in a chain gets the gradients; an inactive member has zeros."""
     seen = []
     opt = optim.chain(lambda grads, params: seen.append(grads) or grads, optim.sgd(1.0))
     params = TensorDict({"w": torch.ones(2)}, [2])

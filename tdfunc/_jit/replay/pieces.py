@@ -32,7 +32,7 @@ class Pieces:
 
     # Any: an overload of torch.ops, or a function of its arguments.
     def __init__(self, fn: Callable[..., Any], names: Sequence[str], cut: Cut) -> None:
-        self.fn = fn
+        self._fn = fn
         self._cut = cut
         # By the names and the places of arguments: they are given in both ways.
         self._dims: dict[str | int, int] = dict(cut.operands)
@@ -63,7 +63,7 @@ class Pieces:
         options = {name: self._cut_operand(name, value, begin) for name, value in kwargs.items()}
         if self._number is not None:
             operands[self._number] = self._count_at(begin)
-        return self.fn(*operands, **options)
+        return self._fn(*operands, **options)
 
     def cut(self, value: Tensor, dim: int, begin: int) -> Tensor:
         """Return the part of an operand or a result that belongs to the piece that begins at a unit."""

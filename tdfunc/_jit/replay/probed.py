@@ -21,11 +21,11 @@ aten = torch.ops.aten
 _PIECE_BYTES = 1 << 20
 # malloc keeps the memory of smaller pieces.
 _MAX_PIECE_BYTES = 16 << 20
-# Of pieces of several sizes, the smallest ones.
+# The number of sizes of pieces that are tried, from the smallest on.
 _TRIED = 3
-# Of the numbers of a result that are compared: a few may be equal by chance.
+# The least count of compared numbers of a result: a few may be equal by chance.
 ENOUGH = 256
-# Of the random numbers, which are repeated: a prime, so that no two rows are equal.
+# Random numbers are repeated after a prime, so that no two rows are equal.
 _PERIOD = 65_537
 _STATISTICS = ("weight", "running_mean", "running_var", "save_mean", "save_invstd")
 

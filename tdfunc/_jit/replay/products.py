@@ -28,26 +28,45 @@ def turn_products(graph: fx.Graph) -> None:
             turned = [_turn(graph, factor) for factor in reversed(factors)]
             new = graph.call_function(aten.bmm.default, tuple(turned))
         new.meta["val"] = node.meta["val"]
-        view = node.args[0]
         node.replace_all_uses_with(new)
-        for each in (node, view, product):
-            graph.erase_node(each)
+        erase_copy(graph, node)
 
 
 def _find_product(node: fx.Node) -> fx.Node | None:
-    """Return the product that a node is a turned copy of, if nothing else uses it, and the other order has its bits."""
-    # Any: a node and its arguments.
-    view: Any = node.args[0] if node.args else None
-    if node.target is not aten.clone.default or not node.meta["val"].is_contiguous() or len(view.users) > 1:
+    """Return the product that a node is a turned copy of, if the product of the turned factors has its bits."""
+    product = find_turned_product(node)
+    if product is None:
         return None
-    product = view.args[0] if is_turned(view) else None
-    if product is None or product.target is not aten.bmm.default or len(product.users) > 1:
-        return None
-    factors = [factor.meta["val"] for factor in product.args]
     value = node.meta["val"]
     if value.device.type != "cpu" or value.dtype not in FLOATS or value.numel() < ENOUGH:
         return None
-    return product if _has_turned_bits(Like.of(factors[0]), Like.of(factors[1]), read_settings()) else None
+    # Any: nodes.
+    factors: Any = product.args
+    first, second = [Like.of(factor.meta["val"]) for factor in factors]
+    return product if _has_turned_bits(first, second, read_settings()) else None
+
+
+def find_turned_product(node: fx.Node) -> fx.Node | None:
+    """Return the product for each member that a node is a turned copy of, if nothing else uses it."""
+    if node.target is not aten.clone.default or not node.meta["val"].is_contiguous():
+        return None
+    # Any: arguments of nodes.
+    view: Any = node.args[0]
+    if not is_turned(view) or len(view.users) > 1:
+        return None
+    product: Any = view.args[0]
+    if product.target is not aten.bmm.default or len(product.users) > 1:
+        return None
+    return product
+
+
+def erase_copy(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a turned copy, the view that it copies, and the product."""
+    # Any: arguments of nodes.
+    view: Any = node.args[0]
+    product: Any = view.args[0]
+    for each in (node, view, product):
+        graph.erase_node(each)
 
 
 def is_turned(node: fx.Node) -> bool:

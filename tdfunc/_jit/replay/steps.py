@@ -17,7 +17,7 @@ from tdfunc._jit.recording.tracing import Deferred
 from tdfunc._jit.replay.pieces import FLOATS, Cut
 from tdfunc._jit.replay.pool import Pool
 from tdfunc._jit.replay.probed import ProbedPieces, probe
-from tdfunc._jit.replay.products import is_turned
+from tdfunc._jit.replay.products import erase_copy, find_turned_product
 
 aten = torch.ops.aten
 
@@ -124,7 +124,7 @@ def _split(graph: fx.Graph, node: fx.Node, memory: Memory, pool: Pool) -> None:
     # Any: lists of nodes, and a function of a deferred call.
     args: Any = node.args
     target: Any = node.target
-    writes, reads = args
+    writes, reads = [*args[0]], args[1]
     # A captured tensor is known at the replay only.
     if any(["val" not in each.meta for each in (*writes, *reads)]):
         return
@@ -133,19 +133,30 @@ def _split(graph: fx.Graph, node: fx.Node, memory: Memory, pool: Pool) -> None:
     parts = [part for part in found if part is not None]
     if not parts:
         return
-    new = [*writes]
     for part in parts:
         if part.sources:
             own = slice(part.large.leaf, None, leaves)
-            new[own] = [_leave_uncopied(graph, write) for write in writes[own]]
+            writes[own] = [_leave_uncopied(graph, write) for write in writes[own]]
+    _give_factors(graph, node, StepInParts(target.fn, leaves, [part.large for part in parts]), writes, parts)
+
+
+def _give_factors(graph: fx.Graph, node: fx.Node, step: StepInParts, writes: list[fx.Node], parts: list[_Part]) -> None:
+    """Replace the large gradients of a step by their factors."""
+    # Any: lists of nodes.
+    args: Any = node.args
+    reads = args[1]
     grads = [reads[part.large.leaf] for part in parts]
     small = [read for read in reads if read not in grads]
     sources = [source for part in parts for source in part.sources]
-    node.args = (new, small, sources, [factor for part in parts for factor in part.factors])
-    node.target = Deferred(StepInParts(target.fn, leaves, [part.large for part in parts]))
-    node.meta["writes"] = new
-    for grad in grads:
-        _erase_chain(graph, grad)
+    factors = [factor for part in parts for factor in part.factors]
+    node.args = (writes, small, sources, factors)
+    node.target = Deferred(step)
+    node.meta["writes"] = writes
+    for grad, part in zip(grads, parts, strict=True):
+        if part.large.is_turned:
+            erase_copy(graph, grad)
+        else:
+            graph.erase_node(grad)
 
 
 def _find_part(node: fx.Node, leaf: int, leaves: int, memory: Memory, pool: Pool) -> _Part | None:
@@ -155,8 +166,11 @@ def _find_part(node: fx.Node, leaf: int, leaves: int, memory: Memory, pool: Pool
     writes, reads = args
     own = writes[leaf::leaves]
     grad = reads[leaf]
-    product = _find_product(grad)
-    if product is None or reads.count(grad) > 1 or not _is_large(product, node, own, memory, pool):
+    product = find_turned_product(grad)
+    if grad.target is aten.bmm.default:
+        product = grad
+    is_used_elsewhere = len(grad.users) > 1 or reads.count(grad) > 1
+    if product is None or is_used_elsewhere or not _is_large(product, node, own, memory, pool):
         return None
     pieces = probe(product, _PRODUCT._replace(units=len(_value(product))))
     if pieces is None:
@@ -178,15 +192,6 @@ def _value(node: fx.Node) -> Tensor:
 
 def _is_laid_out(value: Tensor) -> bool:
     return value.is_contiguous() and value[0].numel() % _VECTOR == 0
-
-
-def _find_product(grad: fx.Node) -> fx.Node | None:
-    """Return the product for each member that a gradient is, or is the turned copy of, if nothing else uses it."""
-    # Any: a chain of nodes.
-    node: Any = grad
-    if len(node.users) == 1 and node.target is aten.clone.default and is_turned(node.args[0]):
-        node = node.args[0].args[0] if len(node.args[0].users) == 1 else node
-    return node if node.target is aten.bmm.default and len(node.users) == 1 else None
 
 
 def _is_large(product: fx.Node, step: fx.Node, writes: list[fx.Node], memory: Memory, pool: Pool) -> bool:
@@ -216,17 +221,6 @@ def _find_source(write: fx.Node, step: fx.Node, memory: Memory) -> fx.Node | Non
     if stays and not any([memory.precedes(user, step) for user in write.users]):
         return source
     return None
-
-
-def _erase_chain(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase a gradient, and the product that it is a copy of."""
-    chain: list[Any] = [node]
-    if node.target is aten.clone.default:
-        # Any: the first arguments of nodes.
-        view: Any = node.args[0]
-        chain += [view, view.args[0]]
-    for each in chain:
-        graph.erase_node(each)
 
 
 def _leave_uncopied(graph: fx.Graph, write: fx.Node) -> fx.Node:
